@@ -1,0 +1,155 @@
+"""The model's configuration: three frozen sections, read from TOML, unknown keys refused with the nearest valid one.
+
+Importing this module imports no torch, so that a command line can print help or a plan in under a second.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; its message is one sentence that names the key, what it got and the mend."""
+
+
+class Section(BaseModel):
+    """A frozen group of settings that refuses keys it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSection(Section):
+    """`[model]`: the width of the residual stream and the looped block."""
+
+    d_model: int = Field(gt=0)
+    num_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    iterations: int = Field(default=2, gt=0)
+    """L: how often the one block is applied."""
+    mixer: Literal["kda"] = "kda"
+
+
+class KDASection(Section):
+    """`[kda]`: the linear-attention mixer (design: `H` heads of size `K`, one short convolution each for q, k and v)."""
+
+    conv_size: int = Field(default=4, gt=0)
+    gate_rank: int | None = Field(default=None, gt=0)
+    """Rank of the two low-rank gates; None means head_dim."""
+    lower_bound: float = Field(default=-5.0, lt=0)
+    """Lowest log decay of a step."""
+
+
+class ExpertsSection(Section):
+    """`[experts]`: the two-latent spectral experts, the shared expert and the router."""
+
+    kind: Literal["tsct"] = "tsct"
+    num_experts: int = Field(gt=0)
+    top_k: int = Field(default=2, gt=0)
+    rank: int = Field(gt=0)
+    shared_rank: int = Field(gt=0)
+    d_ffn: int = Field(gt=0)
+    norm_topk_prob: bool | None = None
+    """Whether the chosen weights are divided by their sum; None means yes for top_k >= 2 and no for 1."""
+    routed_scaling_factor: float = 1.0
+    balance_loss_coef: float = Field(default=0.01, ge=0)
+    capacity: int | None = Field(default=None, gt=0)
+    """Rows an expert takes before further rows are dropped; None is dropless."""
+    implementation: Literal["auto", "reference", "padded"] = "auto"
+
+    @model_validator(mode="after")
+    def _top_k_fits(self) -> ExpertsSection:
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k is {self.top_k} but there are {self.num_experts} experts; lower top_k")
+        return self
+
+    @property
+    def normalizes(self) -> bool:
+        """`norm_topk_prob` with its default filled in."""
+        return self.top_k >= 2 if self.norm_topk_prob is None else self.norm_topk_prob
+
+    @property
+    def d_ffn_padded(self) -> int:
+        """`d_ffn` rounded up to 16, the width of activations and of `W_down` in memory."""
+        return -(-self.d_ffn // 16) * 16
+
+
+class ModelConfig(Section):
+    """Everything that decides the model's function and its parameters' shapes."""
+
+    model: ModelSection
+    experts: ExpertsSection
+    kda: KDASection = KDASection()
+
+    @property
+    def gate_rank(self) -> int:
+        """Rank of KDA's low-rank gates."""
+        return self.kda.gate_rank or self.model.head_dim
+
+
+def named_configs(folder: Path = CONFIGS) -> list[str]:
+    """The names that `--config NAME` takes."""
+    return sorted(path.stem for path in folder.glob("*.toml"))
+
+
+def read_config(name_or_path: str) -> dict[str, Any]:
+    """The tables of a named configuration or of a TOML file, unvalidated.
+
+    Errors: `ConfigError` for an unknown name (with the nearest one), a missing file, or invalid TOML.
+    """
+    path = CONFIGS / f"{name_or_path}.toml"
+    if not path.is_file():
+        path = Path(name_or_path)
+    if not path.is_file():
+        near = difflib.get_close_matches(name_or_path, named_configs(), n=1)
+        known = f"did you mean '{near[0]}'" if near else f"the names are {', '.join(named_configs())}"
+        raise ConfigError(f"config: '{name_or_path}' is neither a named configuration nor a file; {known}?")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config: {path} is not valid TOML ({error}); mend the file") from None
+
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+def validate(kind: type[SectionT], tables: dict[str, Any]) -> SectionT:
+    """`tables` as a `kind`; `ConfigError` names the dotted key, the value it got and what would be accepted."""
+    try:
+        return kind.model_validate(tables)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(_sentence(kind, first)) from None
+
+
+def _sentence(kind: type[Section], error: Any) -> str:
+    path = [str(part) for part in error["loc"]]
+    key = ".".join(path)
+    if error["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(key, dotted_keys(kind), n=1, cutoff=0.3)
+        mend = f"did you mean '{near[0]}'?" if near else "remove it"
+        return f"config: there is no key '{key}'; {mend}"
+    if error["type"] == "missing":
+        return f"config: '{key}' is required and was not given; set it"
+    message = error["msg"].removeprefix("Value error, ")
+    got = error["input"]
+    shown = "" if isinstance(got, dict | BaseModel) else f", got {got!r}"
+    return f"config: '{key}'{shown}: {message[0].lower()}{message[1:]}"
+
+
+def dotted_keys(kind: type[Section], prefix: str = "") -> list[str]:
+    """Every key that `kind` accepts, `section.key`, in order."""
+    keys: list[str] = []
+    for name, field in kind.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, Section):
+            keys += dotted_keys(inner, f"{prefix}{name}.")
+        else:
+            keys.append(prefix + name)
+    return keys

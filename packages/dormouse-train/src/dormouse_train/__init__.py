@@ -1,0 +1,1 @@
+"""dormouse-train."""
