@@ -1,0 +1,122 @@
+"""Every check of the workspace, on uv. `uvx nox` runs the default list, `uvx nox -l` names all of it.
+
+`tests` and `wheel` give each package an environment of its own; the other sessions share one that holds every package
+and every group. uv links files from its cache, so torch is downloaded and unpacked once whatever the number of environments.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2026.4"
+nox.options.default_venv_backend = "uv"
+nox.options.reuse_venv = "yes"
+nox.options.error_on_missing_interpreters = True
+
+ROOT = Path(__file__).parent
+# In the order in which they may depend on one another: kernels <- quant <- model <- train <- bench.
+PACKAGES = ("dormouse-kernels", "dormouse-quant", "dormouse-model", "dormouse-train", "dormouse-bench")
+PUBLISHED = PACKAGES[:4]
+# The oldest versions that the packages' ranges admit.
+FLOOR = ("torch==2.11.*", "triton==3.6.*")
+
+
+def folder(package: str) -> Path:
+    """Where a package lives, relative to the root."""
+    (found,) = (path for path in (Path("packages", package), Path("apps", package.removeprefix("dormouse-"))) if (ROOT / path).is_dir())
+    return found
+
+
+def project(package: str) -> dict:
+    """The `[project]` table of a package."""
+    return tomllib.loads((ROOT / folder(package) / "pyproject.toml").read_text())["project"]
+
+
+def in_workspace(session: nox.Session, *command: str) -> None:
+    """Runs a command in the one environment that holds every package and every dependency group."""
+    everything = ("--locked", "--all-packages", "--all-groups")
+    session.run("uv", "run", *everything, *command, env={"UV_PROJECT_ENVIRONMENT": ".nox/workspace"}, external=True)
+
+
+def prove(session: nox.Session, table: str) -> None:
+    """Runs every `tests/<table>` folder of the packages and prints the rows as one table."""
+    folders = [str(path) for path in (folder(package) / "tests" / table for package in PACKAGES) if (ROOT / path).is_dir()]
+    in_workspace(session, "python", "-m", "pytest", "-p", "dormouse_kernels.proof", *folders, *session.posargs)
+
+
+@nox.session
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+def tests(session: nox.Session, package: str) -> None:
+    """One package's tests in an environment that holds only what it declares: a wrong import fails here."""
+    here = {"UV_PROJECT_ENVIRONMENT": session.virtualenv.location}
+    session.run_install("uv", "sync", "--quiet", "--locked", "--package", package, env=here, external=True)
+    # The two proof folders have sessions of their own.
+    proofs = [f"--ignore={folder(package)}/tests/{table}" for table in ("parity", "sm120")]
+    session.run("python", "-m", "pytest", str(folder(package)), *proofs, *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def parity(session: nox.Session) -> None:
+    """Kernels and layers against their definitions and peers, one table; GPU rows read `not run` without one."""
+    prove(session, "parity")
+
+
+@nox.session(venv_backend="none")
+def sm120(session: nox.Session) -> None:
+    """Every shipped kernel compiled for sm_120 with no GPU, one table; `-- all` adds the other architectures."""
+    prove(session, "sm120")
+
+
+@nox.session(reuse_venv=False)
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+def wheel(session: nox.Session, package: str) -> None:
+    """One package from its built wheel in a clean environment, with the wheels of the siblings that it needs."""
+    dist = Path(session.create_tmp()).resolve() / package
+    for old in dist.glob("*"):
+        old.unlink()
+    for sibling in PACKAGES[: PACKAGES.index(package) + 1]:
+        session.run_install("uv", "build", "--quiet", "--package", sibling, "--out-dir", str(dist), external=True)
+    locked = dist / "locked.txt"
+    export = ("uv", "export", "--quiet", "--locked", "--package", package, "--no-emit-workspace", "--no-hashes")
+    session.run_install(*export, "--output-file", str(locked), external=True, silent=True)
+    wheels = sorted(str(path) for path in dist.glob("*.whl"))
+    session.install("--constraints", str(locked), *wheels)
+    session.run("uv", "pip", "check", "--python", session.virtualenv.location, external=True)
+    session.run("python", "-I", str(ROOT / "docs" / "installed.py"), package, str(ROOT / folder(package)))
+
+
+@nox.session(venv_backend="none")
+def lint(session: nox.Session) -> None:
+    """ruff's rules and format, and ty's types."""
+    in_workspace(session, "ruff", "check", ".")
+    in_workspace(session, "ruff", "format", "--check", ".")
+    in_workspace(session, "ty", "check", "packages", "apps", "docs", "noxfile.py")
+
+
+@nox.session(venv_backend="none")
+def docs(session: nox.Session) -> None:
+    """The site built strictly, every Python block run, every shown command covered, the workspace's own claims."""
+    in_workspace(session, "zensical", "build", "--strict", "--config-file", "docs/zensical.toml")
+    in_workspace(session, "python", "-m", "pytest", "docs", *session.posargs)
+
+
+@nox.session(default=False)
+def floor(session: nox.Session) -> None:
+    """CPU tests of every package on the oldest stack that the ranges admit, torch 2.11 and triton 3.6."""
+    packages = [argument for package in PACKAGES for argument in ("--editable", str(folder(package)))]
+    groups = [argument for package in PACKAGES for argument in ("--group", f"{folder(package)}/pyproject.toml:test")]
+    # Without the root's configuration, whose constraints pin the newer stack.
+    session.run_install("uv", "pip", "install", "--no-config", *FLOOR, *packages, *groups, external=True)
+    session.run("python", "-m", "pytest", *(str(folder(package)) for package in PACKAGES), *session.posargs)
+
+
+@nox.session(default=False, venv_backend="none")
+def bench(session: nox.Session) -> None:
+    """The measurements of this machine: `nox -s bench -- experts`."""
+    in_workspace(session, "bench", *session.posargs)
