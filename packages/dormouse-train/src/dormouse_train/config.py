@@ -1,0 +1,288 @@
+"""A run's configuration: the model's three sections and the trainer's six, from TOML, `--set` and options.
+
+Later sources win: section defaults, the configuration's file, `--set`, options. Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from dormouse_model.config import (
+    ConfigError,
+    ExpertsSection,
+    KDASection,
+    ModelConfig,
+    ModelSection,
+    Section,
+    dotted_keys,
+    named_configs,
+    read_config,
+    validate,
+)
+from pydantic import BeforeValidator, Field
+
+CONFIGS = Path(__file__).parent / "configs"
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+class DataSection(Section):
+    """`[data]`: which bytes are trained on."""
+
+    paths: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
+    """Files, folders and globs of raw bytes or `.gz`; empty means the interpreter's own standard library."""
+    order: Literal["random"] = "random"
+    """How windows follow each other: `random` is a pseudo-random permutation of them, a new one each epoch."""
+    heldout_fraction: Finite = Field(default=0.05, gt=0, lt=1)
+    """Share of the bytes that is never trained on."""
+
+
+class TrainSection(Section):
+    """`[train]`: the size of a step, how many, and their learning rate."""
+
+    batch: int = Field(default=16, gt=0)
+    """Rows of a micro-batch; a step sees `batch * accumulate` rows."""
+    seq: int = Field(default=256, gt=0)
+    """Bytes of a row that are predicted; each row reads one more."""
+    steps: int = Field(default=400, gt=0)
+    lr: Finite = Field(default=0.02, gt=0)
+    """Peak learning rate; a group's own is this times its `optim.*_lr` factor."""
+    accumulate: int = Field(default=1, gt=0)
+    """Micro-batches of a step."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` is CUDA where there is a device; a run's folder holds what it became."""
+    warmup: int = Field(default=20, ge=0)
+    """Steps over which the rate rises from zero to its peak."""
+    schedule: Literal["wsd", "cosine"] = "wsd"
+    """After the warm-up: `wsd` holds the peak and then decays, `cosine` decays all the way."""
+    decay_fraction: Finite = Field(default=0.3, ge=0, le=1)
+    """Share of the steps, at the end, over which `wsd` decays."""
+    clip: Finite = Field(default=1.0, gt=0)
+    """Largest global gradient norm."""
+    max_skipped: int = Field(default=10, ge=0)
+    """Non-finite steps in a row that are skipped before the run ends with an error."""
+
+    @property
+    def decay_begins(self) -> int | None:
+        """Steps taken before the decay begins; None for a schedule that cannot be extended."""
+        return self.steps - round(self.decay_fraction * self.steps) if self.schedule == "wsd" else None
+
+
+class OptimSection(Section):
+    """`[optim]`: Muon on expert factors and dense matrices, AdamW on the rest."""
+
+    muon_lr: Finite = Field(default=1.0, ge=0)
+    """Rate of Muon's groups as a factor of `train.lr`."""
+    adam_lr: Finite = Field(default=0.15, ge=0)
+    """Rate of AdamW's groups as a factor of `train.lr`."""
+    momentum: Finite = Field(default=0.95, ge=0, lt=1)
+    """Muon's momentum."""
+    nesterov: bool = True
+    newton_schulz_steps: Literal[3, 4, 5] = 4
+    weight_decay: Finite = Field(default=0.0, ge=0)
+    """Decoupled decay of dense matrices; orthonormal factors are not decayed."""
+    betas: tuple[Finite, Finite] = (0.9, 0.95)
+    """AdamW's two averages."""
+    eps: Finite = Field(default=1e-8, gt=0)
+    retract: Literal["step", "never"] = "step"
+    """When factors are brought back to orthonormal."""
+
+
+class EvalSection(Section):
+    """`[eval]`: held-out bits per byte and samples."""
+
+    every: int = Field(default=100, ge=0)
+    """Steps between evaluations; 0 means only at the end."""
+    window_bytes: int = Field(default=32768, gt=0)
+    """Held-out bytes scored by an evaluation during the run."""
+    final_window_bytes: int = Field(default=0, ge=0)
+    """Held-out bytes scored at the end; 0 means all."""
+    sample_bytes: int = Field(default=200, ge=0)
+    """Bytes that a sample writes; 0 means no samples."""
+    prompt: str = "def "
+
+
+class CheckpointSection(Section):
+    """`[checkpoint]`: how often the run is saved."""
+
+    every: int = Field(default=100, ge=0)
+    """Steps between checkpoints; 0 means only at the end."""
+    keep: int = Field(default=2, gt=0)
+    """Checkpoints that are kept, the newest ones."""
+
+
+class LogSection(Section):
+    """`[log]`: how often a line is shown and written to metrics.jsonl."""
+
+    every: int = Field(default=10, gt=0)
+
+
+class Config(Section):
+    """Everything that decides what a run does; `config.toml` of its folder."""
+
+    model: ModelSection
+    experts: ExpertsSection
+    kda: KDASection = KDASection()
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection()
+    optim: OptimSection = OptimSection()
+    eval: EvalSection = EvalSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    log: LogSection = LogSection()
+
+    @property
+    def architecture(self) -> ModelConfig:
+        """The sections that the model is built from."""
+        return ModelConfig(model=self.model, experts=self.experts, kda=self.kda)
+
+
+PROGRESS_KEYS = frozenset(
+    {
+        "log.every",
+        "eval.every",
+        "eval.sample_bytes",
+        "eval.prompt",
+        "eval.final_window_bytes",
+        "checkpoint.every",
+        "checkpoint.keep",
+    }
+)
+"""Keys that a resume may change: they decide what is shown and kept, and not one bit of the trained tensors."""
+
+
+def load_config(
+    name_or_file: str | None, sets: Sequence[str] = (), overrides: Mapping[str, object] | None = None
+) -> Config:
+    """The configuration of a name or TOML file (None: `nano`), changed by each `key=value` and by dotted `overrides`.
+
+    A file may stand on a named configuration: its top-level `base = "nano"` is read first.
+    Errors: `ConfigError` for an unknown name, key or value, naming the nearest valid one.
+    """
+    return assemble(_tables(name_or_file or "nano"), sets, overrides)
+
+
+def read_resolved(path: Path) -> dict[str, Any]:
+    """The tables of a run's `config.toml`, unvalidated."""
+    return read_config(str(path))
+
+
+def assemble(tables: dict[str, Any], sets: Sequence[str] = (), overrides: Mapping[str, object] | None = None) -> Config:
+    """`tables` changed by each `key=value` of `sets` and then by `overrides`, validated."""
+    merged = merge({}, tables)
+    for assignment in sets:
+        key, value = parse_set(assignment)
+        put(merged, key, value)
+    for key, value in (overrides or {}).items():
+        put(merged, key, value)
+    return validate(Config, merged)
+
+
+def _tables(name_or_file: str) -> dict[str, Any]:
+    tables = read_config(name_or_file)
+    if name_or_file in named_configs():
+        return merge(tables, _train_tables(name_or_file))
+    base = tables.pop("base", None)
+    if base is None:
+        return tables
+    if base not in named_configs():
+        near = difflib.get_close_matches(str(base), named_configs(), n=1, cutoff=0.3)
+        mend = f"did you mean '{near[0]}'?" if near else f"the names are {', '.join(named_configs())}"
+        raise ConfigError(f"config: base = {base!r} of {name_or_file} is not a named configuration; {mend}")
+    return merge(_tables(base), tables)
+
+
+def _train_tables(name: str) -> dict[str, Any]:
+    path = CONFIGS / f"{name}.toml"
+    return tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `over`, table by table; neither is changed."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        if isinstance(value, Mapping):
+            merged[key] = merge(below if isinstance(below, Mapping) else {}, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def parse_set(assignment: str) -> tuple[str, object]:
+    """`a.b=value` as the key and its value: TOML where it is valid, the bare string otherwise.
+
+    Errors: `ConfigError` for a missing `=` or an unknown key, naming the nearest valid one.
+    """
+    key, equals, text = assignment.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise ConfigError(f"--set: got {assignment!r}; write section.key=value, such as train.steps=200")
+    valid = dotted_keys(Config)
+    if key not in valid:
+        near = difflib.get_close_matches(key, valid, n=1, cutoff=0.3)
+        mend = f"did you mean '{near[0]}'?" if near else f"the sections are {', '.join(Config.model_fields)}"
+        raise ConfigError(f"--set: there is no key '{key}'; {mend}")
+    return key, _toml_value(text.strip())
+
+
+def _toml_value(text: str) -> object:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+def put(tables: dict[str, Any], key: str, value: object) -> None:
+    """Set the dotted `key` of nested `tables` in place."""
+    *sections, last = key.split(".")
+    for section in sections:
+        below = tables.get(section)
+        tables[section] = dict(below) if isinstance(below, Mapping) else {}
+        tables = tables[section]
+    tables[last] = value
+
+
+def to_toml(config: Config) -> str:
+    """`config` as TOML that reads back as the same configuration; keys that are None are left out."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def flat(config: Config) -> dict[str, object]:
+    """Every dotted key of `config` with its value, in order."""
+    values: dict[str, object] = {}
+    for key in dotted_keys(Config):
+        value: Any = config
+        for part in key.split("."):
+            value = getattr(value, part)
+        values[key] = value
+    return values
+
+
+def diff(saved: Config, asked: Config) -> dict[str, tuple[object, object]]:
+    """The keys whose values differ, each with (saved, asked)."""
+    old, new = flat(saved), flat(asked)
+    return {key: (old[key], new[key]) for key in old if old[key] != new[key]}
+
+
+def refused_on_resume(saved: Config, asked: Config, step: int) -> dict[str, tuple[object, object]]:
+    """The differences that a resume from `step` must refuse: all but progress keys.
+
+    `train.steps` may differ while a WSD schedule has not begun to decay, neither as it was nor as it would be:
+    until then every step taken is the same whatever the length of the run.
+    """
+    differences = diff(saved, asked)
+    begins = saved.train.decay_begins, asked.train.decay_begins
+    extends = all(begin is not None and step <= begin for begin in begins)
+    allowed = PROGRESS_KEYS | ({"train.steps"} if extends else set())
+    return {key: values for key, values in differences.items() if key not in allowed}

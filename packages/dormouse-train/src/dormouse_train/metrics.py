@@ -1,0 +1,66 @@
+"""`metrics.jsonl`: one flat JSON object a line, in the order of the steps."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+NAME = "metrics.jsonl"
+
+Value = int | float | str | bool | None
+
+
+class Metrics:
+    """`Metrics(run).write({"step": 10, "loss": 1.5})` appends a line to `run/metrics.jsonl`, whole or not at all.
+
+    Keys are flat and every line has `step`. A number that is not finite is written as null: JSON has no NaN.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.path = run / NAME
+
+    def write(self, values: Mapping[str, Value]) -> None:
+        """Append one line; `values` holds `step` and plain values."""
+        line = json.dumps({"step": values["step"]} | {key: _plain(value) for key, value in values.items()})
+        with self.path.open("ab", buffering=0) as file:
+            file.write(line.encode() + b"\n")
+
+    def cut_back(self, step: int) -> None:
+        """Drop every line after `step`, and a last line that a killed process left unfinished."""
+        if not self.path.exists():
+            return
+        kept = self.path.with_suffix(".jsonl.tmp")
+        with self.path.open("rb") as old, kept.open("wb") as new:
+            for line in old:
+                written = _parse(line)
+                if written is not None and written["step"] <= step:
+                    new.write(line)
+            new.flush()
+            os.fsync(new.fileno())
+        kept.replace(self.path)
+
+
+def read(run: Path) -> list[dict[str, Value]]:
+    """The lines of a run, oldest first; an unfinished last line is left out."""
+    path = run / NAME
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        return [written for line in file if (written := _parse(line)) is not None]
+
+
+def _parse(line: bytes) -> dict[str, Value] | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        written = json.loads(line)
+    except ValueError:
+        return None
+    return written if isinstance(written, dict) and isinstance(written.get("step"), int) else None
+
+
+def _plain(value: Value) -> Value:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,75 @@
+"""Stop requests: a handler only takes note, the loop asks once a step and saves before it leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+SHOW_CURSOR = b"\x1b[?25h"
+
+
+class Signals:
+    """`with Signals() as signals:` makes SIGINT and SIGTERM a request, `signals.requested`, instead of an end.
+
+    `requested` is the number of the first such signal, or None; `exit_code` is 130 or 143 accordingly. A second SIGINT
+    ends the process at once with 130, nothing saved. The handlers before are put back on leaving. Outside the main
+    thread Python cannot handle signals: nothing is installed and nothing is ever requested.
+    """
+
+    def __init__(self) -> None:
+        self.requested: int | None = None
+        self._interrupts = 0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in STOPPING:
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the signal that was asked for, 0 where none was."""
+        return 0 if self.requested is None else 128 + self.requested
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._interrupts += number == signal.SIGINT
+        if self._interrupts > 1:
+            leave_at_once(number)
+        if self.requested is None:
+            self.requested = int(number)
+
+
+def leave_at_once(number: int) -> None:
+    """End the process with 128 + `number`: no cleaning up, but for a terminal's cursor that a live line has hidden."""
+    if os.isatty(sys.__stdout__.fileno() if sys.__stdout__ else 1):
+        os.write(1, SHOW_CURSOR)
+    os._exit(128 + number)
+
+
+def leave_on_signals() -> Callable[[], None]:
+    """Until the training loop takes over there is nothing to save: SIGINT and SIGTERM end the process at once.
+
+    Returns a function that puts the handlers before back. A KeyboardInterrupt instead could be swallowed, or shown as a
+    traceback, wherever in the import of a large library it lands.
+    """
+    before = {number: signal.signal(number, lambda got, _: leave_at_once(got)) for number in STOPPING}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    return restore
