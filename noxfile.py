@@ -1,18 +1,17 @@
 """Every check of the workspace, on uv. `uvx nox` runs the default list, `uvx nox -l` names all of it.
 
 `tests` and `wheel` give each package an environment of its own; the other sessions share one that holds every package
-and every group. uv links files from its cache, so torch is downloaded and unpacked once whatever the number of environments.
+and every group. uv links files from its cache, so torch is fetched and unpacked once for any number of environments.
 """
 
 from __future__ import annotations
 
 import datetime
-import re
-import subprocess
 import tomllib
 from pathlib import Path
 
 import nox
+from packaging.requirements import Requirement
 
 nox.needs_version = ">=2026.4"
 nox.options.default_venv_backend = "uv"
@@ -29,13 +28,26 @@ FLOOR = ("torch==2.11.*", "triton==3.6.*")
 
 def folder(package: str) -> Path:
     """Where a package lives, relative to the root."""
-    (found,) = (path for path in (Path("packages", package), Path("apps", package.removeprefix("dormouse-"))) if (ROOT / path).is_dir())
-    return found
+    return Path("packages", package) if package in PUBLISHED else Path("apps", package.removeprefix("dormouse-"))
 
 
 def project(package: str) -> dict:
     """The `[project]` table of a package."""
     return tomllib.loads((ROOT / folder(package) / "pyproject.toml").read_text())["project"]
+
+
+def refusing(package: str, version: str) -> list[str]:
+    """The siblings whose range on a package would not admit a version of it, each with that range."""
+    asked = ((sibling, Requirement(line)) for sibling in PACKAGES for line in project(sibling)["dependencies"])
+    return [f"{who} ({line})" for who, line in asked if line.name == package and version not in line.specifier]
+
+
+def released(changelog: str, version: str, date: str) -> str:
+    """The changelog with what stood under `## Unreleased` under the version; refused when nothing stood there."""
+    head, mark, rest = changelog.partition("## Unreleased\n")
+    if not mark or not rest.partition("\n## ")[0].strip():
+        raise ValueError("the changelog has nothing under `## Unreleased`: write what changed, for those who upgrade")
+    return f"{head}{mark}\n## {version} ({date})\n{rest}"
 
 
 def in_workspace(session: nox.Session, *command: str) -> None:
@@ -46,8 +58,9 @@ def in_workspace(session: nox.Session, *command: str) -> None:
 
 def prove(session: nox.Session, table: str) -> None:
     """Runs every `tests/<table>` folder of the packages and prints the rows as one table."""
-    folders = [str(path) for path in (folder(package) / "tests" / table for package in PACKAGES) if (ROOT / path).is_dir()]
-    in_workspace(session, "python", "-m", "pytest", "-p", "dormouse_kernels.proof", *folders, *session.posargs)
+    folders = [folder(package) / "tests" / table for package in PACKAGES]
+    present = [str(path) for path in folders if (ROOT / path).is_dir()]
+    in_workspace(session, "python", "-m", "pytest", "-p", "dormouse_kernels.proof", *present, *session.posargs)
 
 
 @nox.session
@@ -93,7 +106,7 @@ def wheel(session: nox.Session, package: str) -> None:
 
 @nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
-    """ruff's rules and format, and ty's types."""
+    """Style, format and types, by ruff and ty."""
     in_workspace(session, "ruff", "check", ".")
     in_workspace(session, "ruff", "format", "--check", ".")
     in_workspace(session, "ty", "check", "packages", "apps", "docs", "noxfile.py")
@@ -120,3 +133,31 @@ def floor(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """The measurements of this machine: `nox -s bench -- experts`."""
     in_workspace(session, "bench", *session.posargs)
+
+
+@nox.session(default=False, venv_backend="none")
+def release(session: nox.Session) -> None:
+    """Bump, changelog, checks, commit and tag of one package: `nox -s release -- dormouse-kernels minor`."""
+    if len(session.posargs) != 2 or session.posargs[0] not in PUBLISHED:
+        session.error(f"say which package and which part: nox -s release -- {'|'.join(PUBLISHED)} major|minor|patch")
+    package, part = session.posargs
+    if session.run("git", "status", "--porcelain", external=True, silent=True):
+        session.error("the tree has uncommitted changes: commit them first, a release is a commit of its own")
+    changed = (str(folder(package) / "pyproject.toml"), str(folder(package) / "CHANGELOG.md"), "uv.lock")
+    try:
+        bump = ("uv", "version", "--package", package, "--bump", part, "--short", "--frozen")
+        version = str(session.run(*bump, external=True, silent=True)).strip()
+        if refusals := refusing(package, version):
+            session.error(f"{package} {version} is outside the range of {', '.join(refusals)}: widen it first")
+        log = ROOT / folder(package) / "CHANGELOG.md"
+        log.write_text(released(log.read_text(), version, datetime.date.today().isoformat()))
+        session.run("uv", "lock", external=True)
+        # What depends on it comes after it in the order.
+        concerned = PACKAGES[PACKAGES.index(package) :]
+        checks = [f"{check}({name})" for check in ("tests", "wheel") for name in concerned]
+        session.run("nox", "--sessions", "sm120", "docs", *checks, external=True)
+    except BaseException:
+        session.run("git", "checkout", "--", *changed, external=True)
+        raise
+    session.run("git", "commit", "--quiet", "--message", f"{package} {version}", "--", *changed, external=True)
+    session.run("git", "tag", f"{package}-v{version}", external=True)

@@ -1,6 +1,7 @@
-"""Checks an installed package against its source folder: `python -I docs/installed.py dormouse-kernels packages/dormouse-kernels`.
+"""Checks an installed package against its source folder: `python -I docs/installed.py NAME FOLDER`.
 
-Run by the `wheel` session in an environment that holds built wheels and nothing of the tree. It needs the standard library only.
+Run by the `wheel` session in an environment that holds built wheels and nothing of the tree; needs the standard
+library only.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from pathlib import Path
 
 def missing_files(source: Path, installed: Path) -> list[str]:
     """Files of the source tree, Python and data alike, that did not come along in the wheel."""
-    files = (path.relative_to(source) for path in source.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    return sorted(str(path) for path in files if not (installed / path).is_file())
+    files = (path.relative_to(source) for path in source.rglob("*") if path.is_file())
+    return sorted(str(path) for path in files if path.suffix != ".pyc" and not (installed / path).is_file())
 
 
 def check(package: str, folder: Path) -> str:
