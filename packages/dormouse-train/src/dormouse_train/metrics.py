@@ -14,7 +14,7 @@ Value = int | float | str | bool | None
 
 
 class Metrics:
-    """`Metrics(run).write({"step": 10, "loss": 1.5})` appends a line to `run/metrics.jsonl`, whole or not at all.
+    """`Metrics(run).write({"step": 10, "loss": 1.5})` appends a line to `run/metrics.jsonl`.
 
     Keys are flat and every line has `step`. A number that is not finite is written as null: JSON has no NaN.
     """
@@ -25,7 +25,7 @@ class Metrics:
     def write(self, values: Mapping[str, Value]) -> None:
         """Append one line; `values` holds `step` and plain values."""
         line = json.dumps({"step": values["step"]} | {key: _plain(value) for key, value in values.items()})
-        with self.path.open("ab", buffering=0) as file:
+        with self.path.open("ab") as file:
             file.write(line.encode() + b"\n")
 
     def cut_back(self, step: int) -> None:
@@ -35,8 +35,8 @@ class Metrics:
         kept = self.path.with_suffix(".jsonl.tmp")
         with self.path.open("rb") as old, kept.open("wb") as new:
             for line in old:
-                written = _parse(line)
-                if written is not None and written["step"] <= step:
+                at = _step(_parse(line))
+                if at is not None and at <= step:
                     new.write(line)
             new.flush()
             os.fsync(new.fileno())
@@ -59,7 +59,12 @@ def _parse(line: bytes) -> dict[str, Value] | None:
         written = json.loads(line)
     except ValueError:
         return None
-    return written if isinstance(written, dict) and isinstance(written.get("step"), int) else None
+    return written if _step(written) is not None else None
+
+
+def _step(written: object) -> int | None:
+    step = written.get("step") if isinstance(written, dict) else None
+    return step if isinstance(step, int) else None
 
 
 def _plain(value: Value) -> Value:

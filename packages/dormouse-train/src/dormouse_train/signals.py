@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
@@ -55,7 +54,7 @@ class Signals:
 
 def leave_at_once(number: int) -> None:
     """End the process with 128 + `number`: no cleaning up, but for a terminal's cursor that a live line has hidden."""
-    if os.isatty(sys.__stdout__.fileno() if sys.__stdout__ else 1):
+    if os.isatty(1):
         os.write(1, SHOW_CURSOR)
     os._exit(128 + number)
 

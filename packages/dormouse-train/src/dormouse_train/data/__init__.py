@@ -1,0 +1,6 @@
+"""Bytes to train on: where they are found, how they are split and mapped, which of them make a step's batch."""
+
+from dormouse_train.data.batches import Batches
+from dormouse_train.data.corpus import ByteView, Corpus, open_corpus, open_paths
+
+__all__ = ["Batches", "ByteView", "Corpus", "open_corpus", "open_paths"]

@@ -1,0 +1,170 @@
+"""The bytes of a run as two views, one to train on and one held out, mapped from disk and never in memory whole."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dormouse_train.config import DataSection
+from dormouse_train.data import manifest as manifests
+from dormouse_train.data.manifest import Entry, Manifest
+from dormouse_train.data.sources import find, standard_library
+from dormouse_train.errors import UserError
+
+FOLDER = "data"
+SIDES = ("train", "heldout")
+
+PACK_BELOW = 16 << 20
+"""Raw files from this many bytes on are mapped where they lie; smaller ones and `.gz` are packed, as maps are few."""
+
+
+class ByteView:
+    """Bytes of several mapped pieces, one after the other; `len(view)`, `view.read(start, n)`."""
+
+    def __init__(self, pieces: Sequence[np.ndarray]) -> None:
+        self._pieces = [piece for piece in pieces if len(piece)]
+        self._ends = list(accumulate(len(piece) for piece in self._pieces))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def read(self, start: int, n: int) -> np.ndarray:
+        """A copy of bytes `start`..`start + n - 1`: `[n]` uint8. `IndexError` where the view has no such bytes."""
+        if start < 0 or n < 0 or start + n > len(self):
+            raise IndexError(f"read: bytes {start} to {start + n} of a view of {len(self)}")
+        out = np.empty(n, dtype=np.uint8)
+        filled = 0
+        at = bisect_right(self._ends, start)
+        while filled < n:
+            piece = self._pieces[at]
+            skip = start + filled - (self._ends[at] - len(piece))
+            part = piece[skip : skip + n - filled]
+            out[filled : filled + len(part)] = part
+            filled += len(part)
+            at += 1
+        return out
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """`train` and `heldout` bytes of a run, and the manifest they were opened from."""
+
+    train: ByteView
+    heldout: ByteView
+    files: Manifest
+
+    @property
+    def name(self) -> str:
+        """What the bytes are called, such as `standard library of Python 3.11.7`."""
+        return self.files.name
+
+    def manifest(self) -> dict[str, Any]:
+        """What `data.json` holds."""
+        return self.files.as_dict()
+
+
+def open_corpus(data: DataSection, run: Path) -> Corpus:
+    """The corpus of `run`: found, split and described in `run/data.json` the first time, checked against it afterwards.
+
+    Small files and `.gz` are packed into `run/data/`, streamed; large raw files are mapped where they lie.
+    Errors: `UserError` naming a file that is missing, empty, damaged, or has changed since the run began.
+    """
+    if (run / manifests.NAME).exists():
+        described = manifests.load(run)
+        manifests.check(described)
+        return Corpus(*_open(described, run / FOLDER), described)
+    if data.paths:
+        name, sources = ", ".join(data.paths), find(data.paths)
+    else:
+        name, sources = manifests.library_name(), standard_library()
+    described = manifests.describe(sources, name, data.heldout_fraction)
+    views = _open(described, run / FOLDER)
+    manifests.save(described, run)
+    return Corpus(*views, described)
+
+
+def open_paths(paths: Sequence[str], folder: Path) -> ByteView:
+    """All bytes of files, folders and globs as one view; small files and `.gz` are packed into `folder`."""
+    measured = [(source, *manifests.measure(source.chunks())) for source in find(paths)]
+    entries = tuple(Entry(str(source.path), size, digest, train_bytes=0) for source, size, digest in measured)
+    return _open(Manifest(", ".join(paths), entries), folder)[1]
+
+
+def _open(described: Manifest, folder: Path) -> tuple[ByteView, ByteView]:
+    packed = [entry for entry in described.files if _is_packed(entry)]
+    files = [folder / f"{side}.bin" for side in SIDES]
+    if packed and not _is_whole(packed, files):
+        _pack(packed, files)
+    packs = [_map(path) for path in files]
+    return _view(described, packs[0], 0), _view(described, packs[1], 1)
+
+
+def _is_whole(packed: Sequence[Entry], files: Sequence[Path]) -> bool:
+    """Whether the packed files are there and hold exactly the content of the entries."""
+    if not all(path.exists() for path in files):
+        return False
+    train, heldout = (_map(path) for path in files)
+    for entry in packed:
+        head, tail = train[: entry.train_bytes], heldout[: entry.bytes - entry.train_bytes]
+        if manifests.measure([head, tail]) != (entry.bytes, entry.sha256):
+            return False
+        train, heldout = train[len(head) :], heldout[len(tail) :]
+    return len(train) == len(heldout) == 0
+
+
+def _is_packed(entry: Entry) -> bool:
+    return entry.source.compressed or entry.bytes < PACK_BELOW
+
+
+def _view(described: Manifest, pack: np.ndarray, side: int) -> ByteView:
+    """The pieces of one side in reading order; neighbours within the pack become one piece."""
+    pieces: list[np.ndarray] = []
+    begin = end = 0
+    for entry in described.files:
+        length = entry.bytes - entry.train_bytes if side else entry.train_bytes
+        if _is_packed(entry):
+            end += length
+        elif length:
+            pieces += [pack[begin:end], _map(Path(entry.path))[-length:] if side else _map(Path(entry.path))[:length]]
+            begin = end
+    return ByteView([*pieces, pack[begin:end]])
+
+
+def _map(path: Path) -> np.ndarray:
+    if not path.exists() or path.stat().st_size == 0:  # an empty file cannot be mapped
+        return np.empty(0, dtype=np.uint8)
+    return np.memmap(path, dtype=np.uint8, mode="r")
+
+
+def _pack(entries: Sequence[Entry], files: Sequence[Path]) -> None:
+    """Stream the content of `entries` into one file a side, checking it against the manifest on the way."""
+    files[0].parent.mkdir(parents=True, exist_ok=True)
+    beside = [path.with_suffix(".tmp") for path in files]
+    with beside[0].open("wb") as train, beside[1].open("wb") as heldout:
+        for entry in entries:
+            _copy(entry, train, heldout)
+        for file in (train, heldout):
+            file.flush()
+            os.fsync(file.fileno())
+    for path, temporary in zip(files, beside, strict=True):
+        temporary.replace(path)
+
+
+def _copy(entry: Entry, train: Any, heldout: Any) -> None:
+    def written() -> Any:
+        left = entry.train_bytes
+        for chunk in entry.source.chunks():
+            train.write(chunk[:left])
+            heldout.write(chunk[left:])
+            left = max(0, left - len(chunk))
+            yield chunk
+
+    if manifests.measure(written()) != (entry.bytes, entry.sha256):
+        raise UserError(f"data: {entry.path} changed while it was being read; try again when it is written")
