@@ -1,0 +1,129 @@
+"""`bench`: measures this machine and prints tables; `--out` keeps the rows. Nothing heavy is imported to print help."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from .rows import Row
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measures dormouse and the machine it runs on.")
+
+
+class Device(StrEnum):
+    """Where to measure."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+DeviceOption = Annotated[Device | None, typer.Option(help="cpu or cuda; by default CUDA where there is one.")]
+RoundsOption = Annotated[int, typer.Option(min=1, help="How often each arm runs; the median counts.")]
+OutOption = Annotated[Path | None, typer.Option(help="Results file to write, a JSON array of rows.")]
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+@app.command()
+def experts(
+    shape: Annotated[str, typer.Option(help="nano or b1; by default b1 on CUDA and nano elsewhere.")] = "",
+    device: DeviceOption = None,
+    rounds: RoundsOption = 10,
+    out: OutOption = None,
+) -> None:
+    """The expert pass: reference against padded, forward and with backward, in one run."""
+    from . import experts as bench
+    from .rows import origin
+
+    import torch  # isort: skip
+
+    where = _device(device)
+    name = shape or ("b1" if where == "cuda" else "nano")
+    if name not in bench.SHAPES:
+        _refuse(f"bench experts: --shape is {name!r}; choose {' or '.join(bench.SHAPES)}")
+    dtype = torch.bfloat16 if where == "cuda" else torch.float32
+    try:
+        result = bench.compare(name, where, dtype, rounds, origin(where))
+    except bench.DisagreementError as error:
+        _refuse(str(error), code=1)
+    _print(result.rows)
+    slow, fast = bench.IMPLEMENTATIONS
+    for phase, race in result.races.items():
+        noise = f"the same arm twice differs by {race.noise:.0%}"
+        print(f"{phase}: {slow} takes {race.ratio(slow, fast):.2f} times as long as {fast}; {noise}")
+    _keep(out, result.rows)
+
+
+@app.command()
+def ceilings(device: DeviceOption = None, rounds: RoundsOption = 10, out: OutOption = None) -> None:
+    """The machine's own limits: bytes copied a second and the rate of a matrix product."""
+    from .ceilings import ceilings as measure
+    from .rows import origin
+
+    where = _device(device)
+    found = measure(where, rounds, origin(where))
+    _print([ceiling.row for ceiling in found])
+    for ceiling in found:
+        print(f"{ceiling.row.phase}: {ceiling.rate:.4g} {ceiling.unit}")
+    _keep(out, [ceiling.row for ceiling in found])
+
+
+@app.command()
+def show(files: Annotated[list[Path], typer.Argument(help="Results files.")]) -> None:
+    """Checks results files against the schema and prints their rows as one table."""
+    from .rows import RowsError, read
+
+    try:
+        _print([row for file in files for row in read(file)])
+    except RowsError as error:
+        _refuse(f"bench show: {error}")
+
+
+def _device(device: Device | None) -> str:
+    import torch
+
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device is Device.cuda and not torch.cuda.is_available():
+        _refuse("bench: --device cuda, but torch sees no CUDA device here; pass --device cpu")
+    return device.value
+
+
+def _print(rows: list[Row]) -> None:
+    table = Table(box=None, pad_edge=False)
+    shown = ("bench", "shape", "phase", "implementation", "ms", "floor_ms", "peak_extra_bytes")
+    for column in shown:
+        table.add_column(column, justify="right" if column in shown[4:] else "left", overflow="fold")
+    for row in rows:
+        extra = "" if row.peak_extra_bytes is None else f"{row.peak_extra_bytes:,}"
+        floor = "" if row.floor_ms is None else f"{row.floor_ms:.4g}"
+        table.add_row(row.bench, row.shape, row.phase, row.implementation, f"{row.ms:.4g}", floor, extra)
+    console = Console()
+    console.print(table)
+    for place in dict.fromkeys(
+        f"{row.machine} · torch {row.torch} · triton {row.triton} · {row.commit} · {row.date}" for row in rows
+    ):
+        console.print(place, highlight=False)
+
+
+def _keep(out: Path | None, rows: list[Row]) -> None:
+    from .rows import write
+
+    if out is not None:
+        write(out, rows)
+        print(f"wrote {len(rows)} rows to {out}")
+
+
+def _refuse(sentence: str, code: int = 2) -> NoReturn:
+    print(sentence, file=sys.stderr)
+    raise typer.Exit(code)

@@ -1,0 +1,147 @@
+"""The latent expert pass, its implementations side by side on the same rows in one run.
+
+A ratio is given only when the arms agree: outputs and every gradient within rounding of the first arm's.
+Letters: T tokens, k choices a token, E experts, d model, r rank, f ffn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from dormouse_kernels import latent_glu_experts, route
+
+from .rows import Origin, Row
+from .timing import Race, peak_extra_bytes, race
+
+IMPLEMENTATIONS = ("reference", "padded")
+Work = Callable[[], dict[str, torch.Tensor]]
+# Relative distance, ||a - b|| / ||b||, that another order of the same sums may make.
+ROUNDING = {torch.float32: 5e-6, torch.bfloat16: 2e-2}
+
+
+class DisagreementError(RuntimeError):
+    """Two arms computed different things: a ratio of their times would compare nothing."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one expert pass."""
+
+    tokens: int
+    d: int
+    r: int
+    f: int
+    experts: int
+    k: int
+
+
+SHAPES = {
+    "nano": Shape(tokens=2048, d=192, r=16, f=512, experts=16, k=2),
+    "b1": Shape(tokens=16384, d=2048, r=64, f=5461, experts=1024, k=2),
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Rows of every arm and phase, and the race of each phase."""
+
+    rows: list[Row]
+    races: dict[str, Race]
+
+
+class Arguments(NamedTuple):
+    """The tensors of one call, in the order that `latent_glu_experts` takes them."""
+
+    hidden_states: torch.Tensor
+    gate_up_proj: torch.Tensor
+    scale: torch.Tensor
+    v: torch.Tensor
+    top_k_index: torch.Tensor
+    top_k_weights: torch.Tensor
+
+
+def arguments(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) -> Arguments:
+    """Distinct values a row and uneven loads, the same for a seed on every device; the floating ones want gradients."""
+    source = torch.Generator().manual_seed(seed)
+
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=source)
+
+    def leaf(values: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+        return values.to(device, kind).requires_grad_()
+
+    preference = normal(shape.experts)  # some experts are liked more than others
+    weights, index = (normal(shape.tokens, shape.experts) + preference).softmax(-1).topk(shape.k)
+    return Arguments(
+        hidden_states=leaf(normal(shape.tokens, shape.d), dtype),
+        gate_up_proj=leaf(normal(shape.experts, 2 * shape.r, shape.d) * shape.d**-0.5, dtype),
+        scale=leaf(1 + 0.1 * normal(shape.experts, 2 * shape.r), torch.float32),
+        v=leaf(normal(shape.experts, shape.f, shape.r) * shape.r**-0.5, dtype),
+        top_k_index=index.to(device),
+        top_k_weights=leaf(weights / weights.sum(-1, keepdim=True), torch.float32),
+    )
+
+
+def passes(given: Arguments, implementation: str) -> dict[str, Work]:
+    """The two phases of one arm, each returning what it computed by name; routing is made once, outside."""
+    routing = route(given.top_k_index, given.gate_up_proj.shape[0])
+    wanted = {name: tensor for name, tensor in given._asdict().items() if tensor.requires_grad}
+
+    def run() -> torch.Tensor:
+        return latent_glu_experts(*given, routing=routing, implementation=implementation)
+
+    def forward() -> dict[str, torch.Tensor]:
+        with torch.no_grad():
+            return {"out": run()}
+
+    upstream = torch.randn(forward()["out"].shape, generator=torch.Generator().manual_seed(1))
+
+    def both() -> dict[str, torch.Tensor]:
+        out = run()
+        gradients = torch.autograd.grad(out, list(wanted.values()), upstream.to(out))
+        return {f"grad {name}": gradient for name, gradient in zip(wanted, gradients, strict=True)}
+
+    return {"fwd": forward, "fwd+bwd": both}
+
+
+def refuse_disagreement(
+    arm: str, got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], allowed: float
+) -> None:
+    """Raises `DisagreementError` for the first tensor of an arm that is further than `allowed` from the first arm's."""
+    for name, want in expected.items():
+        distance = ((got[name].double() - want.double()).norm() / want.double().norm()).item()
+        if not distance <= allowed:  # a NaN is a disagreement
+            raise DisagreementError(
+                f"experts: {arm} is {distance:.1e} away from {IMPLEMENTATIONS[0]} in {name}, rounding allows "
+                f"{allowed:.0e}; times of arms that compute different things are not compared"
+            )
+
+
+def compare(name: str, device: str, dtype: torch.dtype, rounds: int, origin: Origin) -> Comparison:
+    """Checks that the implementations agree at one of `SHAPES`, then times them in turn, forward and with backward."""
+    given = arguments(SHAPES[name], dtype, device)
+    arms = {implementation: passes(given, implementation) for implementation in IMPLEMENTATIONS}
+    rows, races = [], {}
+    for phase in ("fwd", "fwd+bwd"):
+        works = {implementation: arm[phase] for implementation, arm in arms.items()}
+        expected = works[IMPLEMENTATIONS[0]]()
+        for implementation in IMPLEMENTATIONS[1:]:
+            refuse_disagreement(implementation, works[implementation](), expected, ROUNDING[dtype])
+        gradients = sum(tensor.nbytes for tensor in expected.values()) if phase == "fwd+bwd" else 0
+        races[phase] = race(works, device, rounds)
+        for implementation, work in works.items():
+            row = Row(
+                bench="experts",
+                shape=name,
+                phase=phase,
+                implementation=implementation,
+                ms=races[phase].ms[implementation],
+                floor_ms=None,
+                peak_extra_bytes=peak_extra_bytes(work, device, gradients),
+                **origin.model_dump(),
+            )
+            rows.append(row)
+    return Comparison(rows, races)

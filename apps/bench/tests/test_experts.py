@@ -1,0 +1,77 @@
+"""The expert benchmark measures what it says, and refuses to compare arms that differ."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dormouse_bench import experts
+from dormouse_bench.experts import Shape, arguments, compare, passes, refuse_disagreement
+from dormouse_bench.rows import Origin
+from dormouse_kernels import Counters
+from dormouse_model.config import ModelConfig, read_config, validate
+
+TINY = Shape(tokens=11, d=48, r=16, f=37, experts=5, k=2)
+HERE = Origin.model_validate(
+    {"machine": "here", "torch": "2", "triton": "3", "commit": "unknown", "date": "2031-01-02"}
+)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setitem(experts.SHAPES, "tiny", TINY)
+
+
+def test_nano_is_the_shape_of_the_nano_configuration():
+    config = validate(ModelConfig, read_config("nano"))
+    nano = experts.SHAPES["nano"]
+    assert (nano.d, nano.r, nano.f) == (config.model.d_model, config.experts.rank, config.experts.d_ffn)
+    assert (nano.experts, nano.k) == (config.experts.num_experts, config.experts.top_k)
+
+
+def test_a_comparison_has_a_row_for_every_arm_and_phase(tiny):
+    result = compare("tiny", "cpu", torch.float32, 1, HERE)
+    keys = [(row.phase, row.implementation) for row in result.rows]
+    assert keys == [(phase, arm) for phase in ("fwd", "fwd+bwd") for arm in ("reference", "padded")]
+    assert {(row.bench, row.shape, row.machine, row.peak_extra_bytes) for row in result.rows} == {
+        ("experts", "tiny", "here", None)
+    }
+    assert all(result.races[row.phase].ms[row.implementation] == row.ms for row in result.rows)
+
+
+@pytest.mark.parametrize("implementation", experts.IMPLEMENTATIONS)
+def test_an_arm_runs_its_own_implementation_and_no_fallback(implementation):
+    with Counters() as counters:
+        passes(arguments(TINY, torch.float32, "cpu"), implementation)["fwd+bwd"]()
+    ran = {key.rsplit("/", 1)[1] for key in counters.snapshot()}
+    assert ran == {implementation}
+
+
+def test_the_backward_phase_gives_every_gradient():
+    both = passes(arguments(TINY, torch.float32, "cpu"), "reference")["fwd+bwd"]()
+    assert set(both) == {f"grad {name}" for name in ("hidden_states", "gate_up_proj", "scale", "v", "top_k_weights")}
+
+
+def test_loads_are_uneven_and_the_same_for_a_seed():
+    first, again, other = (arguments(experts.SHAPES["nano"], torch.float32, "cpu", seed) for seed in (0, 0, 1))
+    assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
+    assert not torch.equal(first.v, other.v)
+    loads = first.top_k_index.flatten().bincount(minlength=16)
+    assert loads.max() > 2 * loads.float().mean()
+
+
+@pytest.mark.parametrize("fault", [1e-3, float("nan")])
+def test_arms_that_differ_are_not_compared(tiny, monkeypatch, fault):
+    real = experts.latent_glu_experts
+
+    def planted(*given, implementation, routing):
+        out = real(*given, implementation=implementation, routing=routing)
+        return out if implementation == "reference" else out + fault * out.detach().abs()
+
+    monkeypatch.setattr(experts, "latent_glu_experts", planted)
+    with pytest.raises(experts.DisagreementError, match=r"padded is .* away from reference in out"):
+        compare("tiny", "cpu", torch.float32, 1, HERE)
+
+
+def test_rounding_in_the_last_place_is_allowed():
+    want = {"out": torch.linspace(1, 2, 1000)}
+    refuse_disagreement("padded", {"out": want["out"] * (1 + 2**-23)}, want, experts.ROUNDING[torch.float32])
