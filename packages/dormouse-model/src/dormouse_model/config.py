@@ -34,16 +34,20 @@ class ModelSection(Section):
     iterations: int = Field(default=2, gt=0)
     """L: how often the one block is applied."""
     mixer: Literal["kda"] = "kda"
+    memory_max: float = Field(default=0.5, ge=0, le=1)
+    """Most that the memory gate may take from the dense path."""
 
 
 class KDASection(Section):
-    """`[kda]`: the linear-attention mixer (design: `H` heads of size `K`, one short convolution each for q, k and v)."""
+    """`[kda]`: the linear-attention mixer, with one short convolution each for q, k and v."""
 
     conv_size: int = Field(default=4, gt=0)
     gate_rank: int | None = Field(default=None, gt=0)
     """Rank of the two low-rank gates; None means head_dim."""
     lower_bound: float = Field(default=-5.0, lt=0)
     """Lowest log decay of a step."""
+    allow_fallback: bool = False
+    """Whether a CUDA device may run the plain-torch implementation where flash-linear-attention cannot serve."""
 
 
 class ExpertsSection(Section):
@@ -86,6 +90,11 @@ class ModelConfig(Section):
     model: ModelSection
     experts: ExpertsSection
     kda: KDASection = KDASection()
+
+    @property
+    def inner(self) -> int:
+        """Width of queries, keys and values: heads times head size."""
+        return self.model.num_heads * self.model.head_dim
 
     @property
     def gate_rank(self) -> int:

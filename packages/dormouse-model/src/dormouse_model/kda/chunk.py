@@ -1,0 +1,58 @@
+"""The delta rule sixteen bytes at a time.
+
+Within a chunk, with `G` the running sum of the log decays and `S` the state before the chunk:
+
+    A_ij = sum_c k_ic k_jc e^(G_ic - G_jc)  (i > j)     u_i = beta_i (v_i - (k_i e^G_i) S) - beta_i sum_j A_ij u_j
+    B_ij = sum_c q_ic k_jc e^(G_ic - G_jc)  (i >= j)    o_i = (q_i e^G_i) S + sum_j B_ij u_j
+    S'   = e^G_last S + sum_j (k_j e^(G_last - G_j)) u_j
+
+Letters: `B` sequences, `T` bytes, `H` heads of size `K`, `N` chunks of `C` bytes. Source: arXiv 2510.26692, section 3.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 16
+
+
+def chunk_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: float, initial_state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The recurrence of `recurrent_delta_rule`, equal to it up to rounding, in the dtype it is given."""
+    batch, length, heads, size = q.shape
+    padding = -length % CHUNK
+    q, k, v, g = (_chunks(t, padding) for t in (q, k, v, g))
+    beta = _chunks(beta.unsqueeze(-1), padding)
+    total = g.cumsum(-2)
+    difference = total.unsqueeze(-2) - total.unsqueeze(-3)
+    future = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
+    # The mask comes before the exponential: e^(G_i - G_j) overflows for j > i, and 0 * inf is NaN in the backward.
+    decay = difference.masked_fill(future.unsqueeze(-1), -torch.inf).exp()
+    keys = torch.einsum("bhnic,bhnjc,bhnijc->bhnij", k, k, decay).tril(-1)
+    queries = torch.einsum("bhnic,bhnjc,bhnijc->bhnij", q, k, decay) * scale
+    decayed = total.exp()
+    right = torch.cat([v, k * decayed], -1) * beta
+    solved = torch.linalg.solve_triangular(keys * beta, right, upper=False, unitriangular=True)
+    value, key = solved.split([v.shape[-1], size], -1)
+    last = total[..., -1:, :]
+    carried = k * (last - total).exp()
+    transition = torch.diag_embed(last.squeeze(-2).exp()) - carried.mT @ key
+    added = carried.mT @ value
+    state = q.new_zeros(batch, heads, size, v.shape[-1]) if initial_state is None else initial_state
+    states = []
+    for n in range(q.shape[2]):
+        states.append(state)
+        state = transition[:, :, n] @ state + added[:, :, n]
+    before = torch.stack(states, 2)
+    output = queries @ value + (q * decayed * scale - queries @ key) @ before
+    return output.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :length], state
+
+
+def _chunks(x: Tensor, padding: int) -> Tensor:
+    """[B, T, H, K] to [B, H, N, C, K]; padded bytes have q = k = v = g = beta = 0 and leave the state alone."""
+    if padding:
+        x = F.pad(x, (0, 0, 0, 0, 0, padding))
+    return x.unflatten(1, (-1, CHUNK)).permute(0, 3, 1, 2, 4)

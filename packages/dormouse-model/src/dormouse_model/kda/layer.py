@@ -1,0 +1,71 @@
+"""The KDA layer: projections, short convolutions, the gated delta rule, and a gated norm a head.
+
+Letters: `B` sequences, `T` bytes, `d` model, `H` heads of size `K`, `W` taps.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dormouse_model.config import ModelConfig
+from dormouse_model.kda.conv import causal_conv
+from dormouse_model.kda.op import kda
+from dormouse_model.norm import RMSNorm
+from dormouse_model.state import KDAState
+
+
+class Taps(nn.Module):
+    """The weight of a depthwise convolution, `[D, 1, W]`."""
+
+    def __init__(self, channels: int, taps: int, *, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, taps, device=device))
+
+
+class KDA(nn.Module):
+    """`W_o ( RMSNorm_head(delta rule(q, k, v)) * sigmoid(W W x + b) )`; q and k share no weights with v.
+
+    The delta rule starts from `state` and leaves the next one. Source: Kimi Linear, arXiv 2510.26692, section 4.
+    """
+
+    def __init__(self, config: ModelConfig, *, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        width, inner, rank = config.model.d_model, config.inner, config.gate_rank
+        self.heads, self.size = config.model.num_heads, config.model.head_dim
+        self.lower_bound = config.kda.lower_bound
+        self.allow_fallback = config.kda.allow_fallback
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, inner, bias=False, device=device) for _ in range(3))
+        self.q_conv, self.k_conv, self.v_conv = (Taps(inner, config.kda.conv_size, device=device) for _ in range(3))
+        self.decay_down = nn.Linear(width, rank, bias=False, device=device)
+        self.decay_up = nn.Linear(rank, inner, bias=False, device=device)
+        self.A_log = nn.Parameter(torch.empty(self.heads, dtype=torch.float32, device=device))
+        self.dt_bias = nn.Parameter(torch.empty(inner, dtype=torch.float32, device=device))
+        self.beta_proj = nn.Linear(width, self.heads, bias=False, device=device)
+        self.gate_down = nn.Linear(width, rank, bias=False, device=device)
+        self.gate_up = nn.Linear(rank, inner, device=device)
+        self.norm = RMSNorm(self.size, device=device)
+        self.o_proj = nn.Linear(inner, width, bias=False, device=device)
+
+    def forward(self, hidden_states: Tensor, state: KDAState | None = None) -> tuple[Tensor, KDAState]:
+        """`[B, T, d]` to (`[B, T, d]`, the state after the last byte); `state` None is the start of a sequence."""
+        heads = (self.heads, self.size)
+        tails = (None, None, None) if state is None else (state.q_tail, state.k_tail, state.v_tail)
+        q, q_tail = causal_conv(self.q_proj(hidden_states), self.q_conv.weight, tails[0])
+        k, k_tail = causal_conv(self.k_proj(hidden_states), self.k_conv.weight, tails[1])
+        v, v_tail = causal_conv(self.v_proj(hidden_states), self.v_conv.weight, tails[2])
+        output, recurrent = kda(
+            F.silu(q).unflatten(-1, heads),
+            F.silu(k).unflatten(-1, heads),
+            F.silu(v).unflatten(-1, heads),
+            self.decay_up(self.decay_down(hidden_states)).unflatten(-1, heads),
+            self.beta_proj(hidden_states).sigmoid(),
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            lower_bound=self.lower_bound,
+            initial_state=None if state is None else state.recurrent,
+            allow_fallback=self.allow_fallback,
+        )
+        gate = self.gate_up(self.gate_down(hidden_states)).unflatten(-1, heads).sigmoid()
+        return self.o_proj((self.norm(output) * gate).flatten(-2)), KDAState(recurrent, q_tail, k_tail, v_tail)

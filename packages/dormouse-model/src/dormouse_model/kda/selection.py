@@ -1,0 +1,107 @@
+"""Which implementation of the delta rule runs, and why: one pure function and a closed list of reasons."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+Implementation = Literal["fla", "torch", "recurrent"]
+Reason = Literal[
+    "supported",
+    "cpu_device",
+    "one_byte",
+    "forced",
+    "fla_missing",
+    "fla_version",
+    "dtype",
+    "head_dim",
+    "grid_limit",
+    "int32_offsets",
+]
+IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
+REASONS: tuple[str, ...] = get_args(Reason)
+
+FLA_VERSIONS = ("0.5.2", "0.7")
+"""The first version that is right here and the first that has not been tried."""
+
+MAX_HEAD_DIM = 256
+MIN_HEAD_DIM = 16
+MAX_GRID = 65_535
+MAX_ELEMENTS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What runs, why, and whether it stands in for something faster."""
+
+    implementation: Implementation
+    reason: Reason
+
+    @property
+    def is_fallback(self) -> bool:
+        """True where a CUDA device runs plain torch because flash-linear-attention cannot serve."""
+        return self.implementation == "torch" and self.reason not in ("supported", "cpu_device", "forced")
+
+
+def choose(
+    *,
+    device_type: str,
+    dtype: torch.dtype,
+    batch: int,
+    length: int,
+    heads: int,
+    head_dim: int,
+    needs_grad: bool,
+    fla_version: str | None,
+    requested: Literal["auto", "fla", "torch", "recurrent"] = "auto",
+) -> Choice:
+    """The implementation for one call; pure, so that it can be asked without running anything.
+
+    `fla_version` is the installed version of fla-core or None. Errors: `ValueError` for an unknown `requested`, or
+    where `"fla"` is requested and cannot serve.
+    """
+    if requested in ("torch", "recurrent"):
+        return Choice(requested, "forced")
+    if requested not in ("auto", "fla"):
+        raise ValueError(f"kda: implementation '{requested}' does not exist; choose auto, fla, torch or recurrent")
+    obstacle = _obstacle(device_type, dtype, batch, length, heads, head_dim, fla_version)
+    if requested == "fla":
+        if obstacle is not None:
+            raise ValueError(
+                f'kda: implementation "fla" cannot serve this call ({obstacle}); pass implementation="auto"'
+            )
+        return Choice("fla", "forced")
+    if length == 1 and not needs_grad:
+        return Choice("recurrent", "one_byte")
+    if obstacle is not None:
+        return Choice("torch", obstacle)
+    return Choice("fla", "supported")
+
+
+def _obstacle(
+    device_type: str, dtype: torch.dtype, batch: int, length: int, heads: int, head_dim: int, fla_version: str | None
+) -> Reason | None:
+    """Why flash-linear-attention cannot serve, or None. The limits are those of fla-core 0.5.2's kernels."""
+    if device_type != "cuda":
+        return "cpu_device"
+    if fla_version is None:
+        return "fla_missing"
+    if not _served(fla_version):
+        return "fla_version"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return "dtype"  # fp32 inputs would go through TF32 products without a word
+    if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
+        return "head_dim"
+    if batch * heads > MAX_GRID:
+        return "grid_limit"  # one axis of the grid
+    if batch * length * heads * head_dim > MAX_ELEMENTS:
+        return "int32_offsets"  # fla #1080: silent corruption past it
+    return None
+
+
+def _served(version: str) -> bool:
+    from packaging.version import Version
+
+    return Version(FLA_VERSIONS[0]) <= Version(version) < Version(FLA_VERSIONS[1])

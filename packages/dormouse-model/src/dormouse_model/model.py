@@ -1,0 +1,118 @@
+"""Dormouse: bytes in, logits of the next byte out, one block applied L times.
+
+    x = Embedding(bytes);  h = x
+    for i < L:  h = h + alpha block(h, x, e_i);  out = out + W_o h
+    logits = W_head RMSNorm(out)
+
+Letters: `B` sequences, `T` bytes, `d` model, `E` experts, `L` iterations.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dormouse_model import init
+from dormouse_model.block import Block
+from dormouse_model.config import ModelConfig
+from dormouse_model.factors import Factor
+from dormouse_model.norm import RMSNorm
+from dormouse_model.state import KDAState, State
+
+VOCABULARY = 256
+
+
+class Output(NamedTuple):
+    """`logits` [B, T, 256] fp32; `balance_loss` [], a mean over iterations; `expert_counts` [L, E] int64; `state`."""
+
+    logits: Tensor
+    balance_loss: Tensor
+    expert_counts: Tensor
+    state: State | None
+
+
+class Dormouse(nn.Module):
+    """A byte-level language model. Initial values depend on `seed` and each parameter's name alone.
+
+    On the meta device parameters have shapes and no values.
+    """
+
+    def __init__(self, config: ModelConfig, *, seed: int = 0, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.config = config
+        width = config.model.d_model
+        self.embedding = nn.Embedding(
+            VOCABULARY, width, device=device, _weight=torch.empty(VOCABULARY, width, device=device)
+        )
+        self.iteration_embedding = nn.Parameter(torch.empty(config.model.iterations, width, device=device))
+        self.alpha = nn.Parameter(torch.empty((), device=device))
+        self.block = Block(config, device=device)
+        self.readout = nn.Linear(width, width, bias=False, device=device)
+        self.norm = RMSNorm(width, device=device)
+        self.head = nn.Linear(width, VOCABULARY, bias=False, device=device)
+        if self.alpha.device.type != "meta":
+            init.initialize(self, seed)
+
+    def forward(self, ids: Tensor, state: State | None = None, *, return_state: bool = False) -> Output:
+        """Logits of the byte after each of `ids` [B, T] uint8 or int64, continuing from `state` where one is given.
+
+        Errors: `ValueError` where `ids` is not two-dimensional or the state is of another batch.
+        """
+        self._check(ids, state)
+        x = self.embedding(ids.long())
+        hidden, total = x, None
+        losses, counts, after = [], [], []
+        for i, embedding in enumerate(self.iteration_embedding.unbind(0)):
+            # Iteration i continues iteration i of the bytes before, never iteration i-1 of these.
+            before = None if state is None else state.iterations[i]
+            update, loss, count, next_state = self.block(hidden, x, embedding, before)
+            hidden = torch.addcmul(hidden, self.alpha, update)
+            # The readout is linear: one product of the sum is the sum of the products.
+            total = hidden if total is None else total + hidden
+            losses.append(loss)
+            counts.append(count)
+            after.append(next_state)
+        normed = self.norm(self.readout(total))
+        with torch.autocast(normed.device.type, enabled=False):
+            logits = F.linear(normed.to(self.head.weight.dtype), self.head.weight)
+        new_state = State(tuple(after)) if return_state else None
+        return Output(logits, torch.stack(losses).mean(), torch.stack(counts), new_state)
+
+    def init_state(self, batch_size: int, device: torch.device | str | None = None) -> State:
+        """The state before the first byte of `batch_size` sequences: zeros."""
+        model = self.config.model
+        like = self.embedding.weight
+        device = like.device if device is None else torch.device(device)
+        recurrent = (batch_size, model.num_heads, model.head_dim, model.head_dim)
+        tail = (batch_size, self.config.kda.conv_size - 1, self.config.inner)
+        return State(
+            tuple(
+                KDAState(
+                    torch.zeros(recurrent, device=device, dtype=torch.promote_types(like.dtype, torch.float32)),
+                    *(torch.zeros(tail, device=device, dtype=like.dtype) for _ in range(3)),
+                )
+                for _ in range(model.iterations)
+            )
+        )
+
+    def factors(self) -> list[Factor]:
+        """The expert factors with their split masters, routed then shared."""
+        experts = self.block.experts
+        return experts.factors("block.experts.") + experts.shared.factors("block.experts.shared.")
+
+    def _check(self, ids: Tensor, state: State | None) -> None:
+        if ids.dim() != 2 or ids.dtype.is_floating_point:
+            raise ValueError(
+                f"Dormouse: ids must be integers of shape [B, T], got {ids.dtype} {tuple(ids.shape)}; "
+                "pass bytes with a batch dimension"
+            )
+        if state is None:
+            return
+        if len(state.iterations) != self.config.model.iterations or state.batch_size != ids.shape[0]:
+            raise ValueError(
+                f"Dormouse: state is of {len(state.iterations)} iterations and batch {state.batch_size}, the call of "
+                f"{self.config.model.iterations} and {ids.shape[0]}; make one with init_state({ids.shape[0]})"
+            )
