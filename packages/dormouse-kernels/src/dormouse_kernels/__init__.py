@@ -1,1 +1,19 @@
-"""dormouse-kernels."""
+"""Training kernels for mixtures of many small experts: functions of tensors, with references in plain torch."""
+
+from dormouse_kernels import muon, padded, reference
+from dormouse_kernels.counters import Counters
+from dormouse_kernels.moe.op import glu_experts, latent_glu_experts
+from dormouse_kernels.moe.route import Routing, route
+from dormouse_kernels.select import explain
+
+__all__ = [
+    "Counters",
+    "Routing",
+    "explain",
+    "glu_experts",
+    "latent_glu_experts",
+    "muon",
+    "padded",
+    "reference",
+    "route",
+]

@@ -1,0 +1,1 @@
+"""Mixtures of experts: routing made once, and the expert pass with its backward."""

@@ -1,0 +1,227 @@
+"""The expert passes as functions of tensors: checks, choice of implementation, counting, autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from dormouse_kernels import counters
+from dormouse_kernels.moe import checks, gated
+from dormouse_kernels.moe.layout import Layout
+from dormouse_kernels.moe.padded import PaddedRows
+from dormouse_kernels.moe.reference import SortedRows
+from dormouse_kernels.moe.route import Routing, route
+from dormouse_kernels.moe.selection import AUTO, choose
+
+_LAYOUTS: dict[str, Callable[[Routing, int | None, torch.dtype], Layout]] = {
+    "reference": SortedRows,
+    "padded": PaddedRows,
+}
+
+
+def latent_glu_experts(
+    hidden_states: torch.Tensor,
+    gate_up_proj: torch.Tensor,
+    scale: torch.Tensor,
+    v: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    *,
+    routing: Routing | None = None,
+    residual: torch.Tensor | None = None,
+    capacity: int | None = None,
+    check_indices: bool = False,
+    implementation: str = AUTO,
+) -> torch.Tensor:
+    """`residual + Σ_j w_j · V_e (silu(p·s_e) · (q·s'_e))`, p = U_e x, q = U'_e x: over each token's k experts.
+
+    Shapes: hidden_states [T, d]; gate_up_proj [E, 2r, d], rows of U then rows of U'; scale [E, 2r], s then s';
+    v [E, f, r]; top_k_index [T, k] int; top_k_weights [T, k]; residual and the result [T, f_pad], f_pad = f rounded
+    up to 16, columns from f on exactly zero. The banks must be contiguous along their last dimension.
+
+    Dtypes: the operands hidden_states, gate_up_proj and v are promoted to their widest, which is also the result's;
+    under autocast they are cast to its dtype first. Everything but the matrix products is fp32 (fp64 for fp64
+    operands), and the result is rounded once. Each gradient comes back in its argument's dtype.
+
+    `routing`: `route(top_k_index, E)` made earlier. `capacity`: an expert takes its first rows in slot order, further
+    ones are dropped and counted. An index outside [0, E) gives zeros and is counted; `check_indices=True` refuses it
+    instead, reading the device. Saved for the backward: the arguments and [p, q]; the GLU is recomputed.
+    Errors: `ValueError` or `TypeError`, naming the argument. Formula: two-latent spectral experts, design of this
+    project; the factorisation is that of arXiv 2604.00733.
+    """
+    op = "latent_glu_experts"
+    checks.check_hidden(op, hidden_states)
+    checks.check_bank(op, "gate_up_proj", gate_up_proj, "[E, 2r, d]")
+    checks.check_bank(op, "v", v, "[E, f, r]")
+    num_experts, rows, d = gate_up_proj.shape
+    f, r = v.shape[1:]
+    width = -(-f // 16) * 16
+    tokens = hidden_states.shape[0]
+    checks.check_shape(op, "hidden_states", hidden_states, (tokens, d), "[T, d]")
+    checks.check_shape(op, "gate_up_proj", gate_up_proj, (num_experts, 2 * r, d), "[E, 2r, d]")
+    checks.check_shape(op, "v", v, (num_experts, f, r), "[E, f, r]")
+    checks.check_shape(op, "scale", scale, (num_experts, rows), "[E, 2r]")
+    if residual is not None:
+        checks.check_shape(op, "residual", residual, (tokens, width), "[T, f_pad]")
+    return _experts(
+        op, hidden_states, gate_up_proj, scale, v, top_k_index, top_k_weights, residual, width,
+        routing=routing, capacity=capacity, check_indices=check_indices, implementation=implementation,
+    )  # fmt: skip
+
+
+def glu_experts(
+    hidden_states: torch.Tensor,
+    gate_up_proj: torch.Tensor,
+    down_proj: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    *,
+    routing: Routing | None = None,
+    capacity: int | None = None,
+    check_indices: bool = False,
+    implementation: str = AUTO,
+) -> torch.Tensor:
+    """`Σ_j w_j · W_down,e (silu(W_gate,e x) · (W_up,e x))` over each token's k experts: SwiGLU experts.
+
+    Shapes, in Hugging Face's layout: hidden_states [T, D]; gate_up_proj [E, 2I, D], gate rows then up rows;
+    down_proj [E, D, I]; top_k_index [T, k] int; top_k_weights [T, k]; the result is [T, D]. No padding.
+    Dtypes, `routing`, `capacity`, `check_indices`, what is saved, and errors: as `latent_glu_experts`.
+    """
+    op = "glu_experts"
+    checks.check_hidden(op, hidden_states)
+    checks.check_bank(op, "gate_up_proj", gate_up_proj, "[E, 2I, D]")
+    checks.check_bank(op, "down_proj", down_proj, "[E, D, I]")
+    num_experts, _, width = gate_up_proj.shape
+    inner = down_proj.shape[2]
+    checks.check_shape(op, "hidden_states", hidden_states, (hidden_states.shape[0], width), "[T, D]")
+    checks.check_shape(op, "gate_up_proj", gate_up_proj, (num_experts, 2 * inner, width), "[E, 2I, D]")
+    checks.check_shape(op, "down_proj", down_proj, (num_experts, width, inner), "[E, D, I]")
+    return _experts(
+        op, hidden_states, gate_up_proj, None, down_proj, top_k_index, top_k_weights, None, width,
+        routing=routing, capacity=capacity, check_indices=check_indices, implementation=implementation,
+    )  # fmt: skip
+
+
+def _experts(
+    op: str,
+    hidden_states: torch.Tensor,
+    gate_up_proj: torch.Tensor,
+    scale: torch.Tensor | None,
+    down: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    residual: torch.Tensor | None,
+    width: int,
+    *,
+    routing: Routing | None,
+    capacity: int | None,
+    check_indices: bool,
+    implementation: str,
+) -> torch.Tensor:
+    """What the two passes share once their shapes are known to fit: the other checks, the choice, the counts."""
+    device = hidden_states.device
+    floats = {"hidden_states": hidden_states, "gate_up_proj": gate_up_proj, "scale": scale, "down_proj": down}
+    if op == "latent_glu_experts":
+        floats["v"] = floats.pop("down_proj")
+    checks.check_floats(op, device, {**floats, "top_k_weights": top_k_weights, "residual": residual})
+    num_experts = gate_up_proj.shape[0]
+    checks.check_routing(op, num_experts, hidden_states, top_k_index, top_k_weights, routing)
+    checks.check_capacity(op, capacity)
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+        hidden_states, gate_up_proj, down = (
+            tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
+            for tensor in (hidden_states, gate_up_proj, down)
+        )
+    operands = torch.promote_types(torch.promote_types(hidden_states.dtype, gate_up_proj.dtype), down.dtype)
+    choice = choose(
+        op,
+        implementation=implementation,
+        T=hidden_states.shape[0],
+        k=top_k_index.shape[1],
+        num_experts=num_experts,
+        d=hidden_states.shape[1],
+        r=down.shape[2],
+        f=down.shape[1],
+        dtype=operands,
+        device=device.type,
+    )
+    if routing is None:
+        routing = route(top_k_index, num_experts)
+    if check_indices:
+        checks.check_indices_in_range(op, routing)
+    _count(f"moe.{op}", choice.implementation, routing, capacity)
+    with torch.autocast(device.type, enabled=False):
+        return _ExpertPass.apply(
+            hidden_states, gate_up_proj, scale, down, top_k_weights, residual,
+            width, _LAYOUTS[choice.implementation](routing, capacity, operands), operands,
+        )  # fmt: skip
+
+
+def _count(site: str, implementation: str, routing: Routing, capacity: int | None) -> None:
+    active = counters.current()
+    if active is None:
+        return
+    active.count(site, implementation)
+    active.count_rows(site, "bad_index", routing.bad_indices())
+    if capacity is not None:
+        active.count_rows(site, "dropped", (routing.counts - capacity).clamp_(min=0).sum())
+
+
+class _ExpertPass(torch.autograd.Function):
+    """`gated` on one layout, with the residual added before the one rounding."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_states: torch.Tensor,
+        gate_up_proj: torch.Tensor,
+        scale: torch.Tensor | None,
+        down: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        residual: torch.Tensor | None,
+        width: int,
+        layout: Layout,
+        operands: torch.dtype,
+    ) -> torch.Tensor:
+        out, pq = gated.forward(layout, hidden_states, gate_up_proj, scale, down, top_k_weights, width)
+        f = down.shape[1]
+        if residual is not None:
+            out[:, :f] += residual[:, :f]
+        ctx.save_for_backward(hidden_states, gate_up_proj, scale, down, top_k_weights, pq)
+        ctx.layout = layout
+        ctx.residual_dtype = None if residual is None else residual.dtype
+        return out.to(operands)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden_states, gate_up_proj, scale, down, top_k_weights, pq = ctx.saved_tensors
+        f = down.shape[1]
+        grads = gated.backward(
+            ctx.layout, grad_out[:, :f], pq, hidden_states, gate_up_proj, scale, down, top_k_weights,
+            ctx.needs_input_grad[:5],
+        )  # fmt: skip
+        grad_residual = None
+        if ctx.residual_dtype is not None and ctx.needs_input_grad[5]:
+            grad_residual = grad_out.to(ctx.residual_dtype)
+            if f < grad_out.shape[1]:
+                grad_residual = torch.nn.functional.pad(grad_residual[:, :f], (0, grad_out.shape[1] - f))
+        return (
+            _cast(grads.hidden_states, hidden_states),
+            _cast(grads.gate_up_proj, gate_up_proj),
+            _cast(grads.scale, scale),
+            _cast(grads.down, down),
+            _cast(grads.top_k_weights, top_k_weights),
+            grad_residual,
+            None,
+            None,
+            None,
+        )
+
+
+def _cast(gradient: torch.Tensor | None, argument: torch.Tensor | None) -> torch.Tensor | None:
+    return gradient if gradient is None or argument is None else gradient.to(argument.dtype)
