@@ -94,7 +94,10 @@ def open_paths(paths: Sequence[str], folder: Path) -> ByteView:
     """All bytes of files, folders and globs as one view; small files and `.gz` are packed into `folder`."""
     measured = [(source, *manifests.measure(source.chunks())) for source in find(paths)]
     entries = tuple(Entry(str(source.path), size, digest, train_bytes=0) for source, size, digest in measured)
-    return _open(Manifest(", ".join(paths), entries), folder)[1]
+    view = _open(Manifest(", ".join(paths), entries), folder)[1]
+    if not len(view):
+        raise UserError(f"data: {', '.join(paths)} holds no bytes; give files with something in them")
+    return view
 
 
 def _open(described: Manifest, folder: Path) -> tuple[ByteView, ByteView]:
@@ -113,7 +116,7 @@ def _is_whole(packed: Sequence[Entry], files: Sequence[Path]) -> bool:
     train, heldout = (_map(path) for path in files)
     for entry in packed:
         head, tail = train[: entry.train_bytes], heldout[: entry.bytes - entry.train_bytes]
-        if manifests.measure([head, tail]) != (entry.bytes, entry.sha256):
+        if manifests.measure([head.data, tail.data]) != (entry.bytes, entry.sha256):
             return False
         train, heldout = train[len(head) :], heldout[len(tail) :]
     return len(train) == len(heldout) == 0

@@ -81,7 +81,7 @@ def library_name() -> str:
     return f"standard library of Python {platform.python_version()}"
 
 
-def measure(chunks: Iterable[bytes]) -> tuple[int, str]:
+def measure(chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
     """(bytes, sha256 in hex) of a content."""
     size, digest = 0, hashlib.sha256()
     for chunk in chunks:

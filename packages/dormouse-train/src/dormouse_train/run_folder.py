@@ -1,0 +1,113 @@
+"""The folder of a run: made once, and opened again only with the configuration it was begun with."""
+
+from __future__ import annotations
+
+import os
+import re
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from dormouse_train.config import (
+    PROGRESS_KEYS,
+    Config,
+    assemble,
+    read_resolved,
+    refused_on_resume,
+    to_toml,
+)
+from dormouse_train.errors import UserError
+
+RUNS = Path("runs")
+CONFIG = "config.toml"
+CHECKPOINTS = "checkpoints"
+
+
+def create(run: Path | None = None) -> Path:
+    """Make `run`, or a new folder under `runs/` named by date and time; an empty folder that exists will do.
+
+    Errors: `UserError` where `run` is a file or a folder with something in it.
+    """
+    if run is None:
+        return _dated(RUNS)
+    if run.is_dir() and any(run.iterdir()):
+        raise UserError(f"--run: {run} exists; add --resume to go on with it, or give another folder")
+    if run.exists() and not run.is_dir():
+        raise UserError(f"--run: {run} is a file; give a folder")
+    run.mkdir(parents=True, exist_ok=True)
+    return run
+
+
+def _dated(runs: Path) -> Path:
+    name = datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    for number in range(1, 1000):
+        run = runs / (name if number == 1 else f"{name}-{number}")
+        try:
+            run.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return run
+    raise UserError(f"--run: {runs} has a thousand runs of this second; give a folder")
+
+
+def newest(runs: Path = RUNS) -> Path:
+    """The run that a `--resume` without `--run` means: the newest under `runs/`, by its dated name."""
+    found = sorted(path.parent for path in runs.glob(f"*/{CONFIG}"))
+    if not found:
+        raise UserError(f"--resume: there is no run under {runs}/ to go on with; give --run FOLDER")
+    return found[-1]
+
+
+def tables(run: Path) -> dict[str, Any]:
+    """The tables of `run/config.toml`. Errors: `UserError` where `run` is not the folder of a run."""
+    if not run.is_dir():
+        raise UserError(f"--run: {run} does not exist; give the folder of a run")
+    if not (run / CONFIG).is_file():
+        raise UserError(f"--run: {run} holds no {CONFIG}, so it is not a run; give another folder or delete it")
+    return read_resolved(run / CONFIG)
+
+
+def newest_step(run: Path) -> int | None:
+    """The step of the newest checkpoint folder, whole or not; None where nothing was saved yet."""
+    folders = (re.fullmatch(r"step-(\d+)", path.name) for path in (run / CHECKPOINTS).glob("step-*"))
+    return max((int(match[1]) for match in folders if match), default=None)
+
+
+def reopen(run: Path, asked: Config) -> None:
+    """Let `run` go on as `asked`, writing its `config.toml` anew.
+
+    Errors: `UserError` with every difference that is not one of progress: the run would not be the one it was.
+    """
+    saved = assemble(tables(run))
+    step = newest_step(run) or 0
+    refused = refused_on_resume(saved, asked, step)
+    if refused:
+        listed = ", ".join(f"{key} = {_shown(old)} (now {_shown(new)})" for key, (old, new) in refused.items())
+        raise UserError(f"--resume: {run} was begun with {listed}; {_way_out(refused, saved, step)}")
+    write_config(run, asked)
+
+
+def _way_out(refused: dict[str, Any], saved: Config, step: int) -> str:
+    if refused.keys() != {"train.steps"}:
+        free = ", ".join(sorted(PROGRESS_KEYS))
+        return f"leave that as it was or start a new run (free to change: {free}, and train.steps before a wsd decay)"
+    if saved.train.decay_begins is None:
+        return "only the wsd schedule can change its length; leave train.steps as it was or start a new run"
+    return (
+        f"step {step} is past where a decay begins (step {saved.train.decay_begins} as it was), and a length may change "
+        "only before; leave train.steps as it was or start a new run"
+    )
+
+
+def _shown(value: object) -> str:
+    return f"'{value}'" if isinstance(value, str) else str(value)
+
+
+def write_config(run: Path, config: Config) -> None:
+    """Write `run/config.toml`, whole or not at all."""
+    beside = run / f"{CONFIG}.tmp"
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(to_toml(config))
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(run / CONFIG)
