@@ -3,28 +3,9 @@
 from __future__ import annotations
 
 import traceback
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[1]
-PAGES = sorted(
-    path
-    for pattern in ("README.md", "packages/*/README.md", "apps/*/README.md", "docs/*.md")
-    for path in ROOT.glob(pattern)
-)
-
-
-def python_of(page: str) -> str:
-    """The page with every line outside its Python blocks blanked, so that line numbers stay the page's own."""
-    kept, fence = [], None
-    for line in page.splitlines():
-        edge = line.startswith("```")
-        kept.append(line if fence == "```python" and not edge else "")
-        if edge:
-            fence = line.strip() if fence is None else None
-    return "\n".join(kept)
-
+from pages import PAGES, ROOT, python_of
 
 WITH_PYTHON = [path for path in PAGES if python_of(path.read_text()).strip()]
 

@@ -39,7 +39,7 @@ class Shape:
 
 
 SHAPES = {
-    "nano": Shape(tokens=2048, d=192, r=16, f=512, experts=16, k=2),
+    "nano": Shape(tokens=4096, d=192, r=16, f=512, experts=16, k=2),
     "b1": Shape(tokens=16384, d=2048, r=64, f=5461, experts=1024, k=2),
 }
 
