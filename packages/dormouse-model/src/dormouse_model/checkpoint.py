@@ -122,7 +122,7 @@ def load(run: str | Path, *, step: int | None = None, device: torch.device | str
     except RuntimeError as error:
         first = str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)
         raise CheckpointError(
-            f"checkpoint: {folder / 'model.safetensors'} is not of {run / 'config.toml'} ({first}); restore the one it is of"
+            f"checkpoint: {folder / 'model.safetensors'} is not of {run / 'config.toml'} ({first}); restore that file"
         ) from None
     return model
 

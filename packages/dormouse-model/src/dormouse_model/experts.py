@@ -86,7 +86,8 @@ class Down(nn.Module):
 def _strip(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, metadata: dict[str, Any]) -> None:
     assert isinstance(module, Down)
     key = f"{prefix}weight"
-    state_dict[key] = state_dict[key][:, : module.d_ffn]
+    # A copy where columns are dropped: safetensors takes no strided views.
+    state_dict[key] = state_dict[key][:, : module.d_ffn].contiguous()
 
 
 def _restore(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:

@@ -21,8 +21,8 @@ def generate(
 ) -> Iterator[bytes]:
     """Yield `max_new_bytes` single bytes that continue `prompt`, each as soon as it is drawn.
 
-    Drawn from `softmax(logits / temperature)` with a CPU generator of `seed`; temperature 0 takes the most probable byte.
-    An empty prompt starts from a newline. The cost of a byte does not depend on how many came before.
+    Drawn from `softmax(logits / temperature)` with a CPU generator of `seed`; temperature 0 takes the most probable
+    byte. An empty prompt starts from a newline. The cost of a byte does not depend on how many came before.
     Errors: `ValueError` for a negative or non-finite temperature or a negative number of bytes.
     """
     if not math.isfinite(temperature) or temperature < 0:

@@ -14,6 +14,7 @@ from dormouse_kernels import counters
 from torch import Tensor
 
 from dormouse_model.kda import selection
+from dormouse_model.kda.bounded import LOWEST, bounded_chunk_delta_rule
 from dormouse_model.kda.chunk import chunk_delta_rule
 from dormouse_model.kda.recurrent import recurrent_delta_rule
 
@@ -75,7 +76,11 @@ def kda(
     dtype = torch.promote_types(q.dtype, torch.float32)
     q, k = (unit(t.to(dtype)) for t in (q, k))
     g = gate.to(dtype) if A_log is None else log_decay(gate.to(dtype), A_log, dt_bias, lower_bound)
-    rule = chunk_delta_rule if choice.implementation == "torch" else recurrent_delta_rule
+    if choice.implementation == "recurrent":
+        rule = recurrent_delta_rule
+    else:
+        bounded = lower_bound is not None and lower_bound >= LOWEST
+        rule = bounded_chunk_delta_rule if bounded else chunk_delta_rule
     output, state = rule(q, k, v.to(dtype), g, beta.to(dtype), scale=size**-0.5, initial_state=initial_state)
     return output.to(v.dtype), state
 
