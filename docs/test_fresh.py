@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 from pages import ROOT, commands_of, python_of
 
 README = (ROOT / "README.md").read_text()
-# The other project pins what this workspace pins, so that no second torch is downloaded for a test.
-ELSEWHERE = """[project]
+ROOT_UV = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]
+# The other project has this workspace's pins, so that a test downloads no second torch.
+ELSEWHERE = f"""[project]
 name = "elsewhere"
 version = "1"
 requires-python = ">=3.11"
 [tool.uv]
-constraint-dependencies = ["torch==2.13.0", "triton==3.7.1"]
-environments = ["sys_platform == 'linux' and platform_machine == 'x86_64' and python_version < '3.15'"]
+constraint-dependencies = {json.dumps(ROOT_UV["constraint-dependencies"])}
+environments = {json.dumps(ROOT_UV["environments"])}
 """
 
 
@@ -63,10 +67,9 @@ def shown(*starts: str) -> list[str]:
 
 
 def the_readme_runs_from_site_packages(project: Path) -> None:
-    where = "import dormouse_kernels, sys; print(dormouse_kernels.__file__)"
-    assert "/elsewhere/.venv/lib/" in shell([f"uv run --no-sync python -c '{where}'"], project)
-    (project / "example.py").write_text(python_of(README))
-    shell(["uv run --no-sync python example.py"], project)
+    where = "import dormouse_kernels\nprint(dormouse_kernels.__file__)\n"
+    (project / "example.py").write_text(f"{python_of(README)}\n{where}")
+    assert f"{project}/.venv/lib/" in shell(["uv run --no-sync python example.py"], project)
 
 
 def test_the_kernels_alone_from_a_wheel(clone, elsewhere):
@@ -82,13 +85,12 @@ def test_the_kernels_alone_from_git(clone, elsewhere):
 def test_a_fresh_clone_syncs_whole(clone):
     shell(["uv sync --quiet --all-packages --all-groups"], clone)
     collected = shell(["uv run --no-sync pytest packages/dormouse-kernels --collect-only -q"], clone)
-    assert "/" not in [line for line in collected.splitlines() if "error" in line]
-    assert "tests collected" in collected
+    assert re.search(r"^\d+ tests collected", collected, re.MULTILINE)
 
 
 def test_a_fresh_clone_trains_with_one_command(clone):
     (command,) = shown("uv run --package dormouse-train train")
-    shown_steps = "--steps 2 --run run --set eval.window_bytes=512 --set eval.final_window_bytes=512"
-    shell([f"{command} {shown_steps} --set eval.sample_bytes=4"], clone)
-    assert (clone / "run" / "metrics.jsonl").read_text().startswith('{"step": 1')
-    assert sorted(path.name for path in (clone / "run" / "checkpoints").iterdir()) == ["step-2"]
+    short = "--steps 2 --run run --set eval.window_bytes=512 --set eval.final_window_bytes=512"
+    shell([f"{command} {short} --set eval.sample_bytes=4"], clone)
+    assert json.loads((clone / "run" / "metrics.jsonl").read_text().splitlines()[0])["step"] == 1
+    assert [path.name for path in (clone / "run" / "checkpoints").iterdir()] == ["step-2"]

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .rows import Origin, Row
-from .timing import peak_extra_bytes, race
+from dormouse_bench.rows import Origin, Row
+from dormouse_bench.timing import peak_extra_bytes, race
 
 MEBIBYTE = 1 << 20
 

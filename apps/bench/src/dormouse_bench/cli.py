@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 if TYPE_CHECKING:
-    from .rows import Row
+    from dormouse_bench.rows import Row
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measures dormouse and the machine it runs on.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure dormouse and the machine it runs on.")
 
 
 class Device(StrEnum):
@@ -41,11 +39,12 @@ def experts(
     rounds: RoundsOption = 10,
     out: OutOption = None,
 ) -> None:
-    """The expert pass: reference against padded, forward and with backward, in one run."""
-    from . import experts as bench
-    from .rows import origin
+    """Race the expert pass, reference against padded, forward and with backward, in one run."""
+    import torch
 
-    import torch  # isort: skip
+    from dormouse_bench import experts as bench
+    from dormouse_bench import tables
+    from dormouse_bench.rows import origin
 
     where = _device(device)
     name = shape or ("b1" if where == "cuda" else "nano")
@@ -56,7 +55,7 @@ def experts(
         result = bench.compare(name, where, dtype, rounds, origin(where))
     except bench.DisagreementError as error:
         _refuse(str(error), code=1)
-    _print(result.rows)
+    tables.show(result.rows)
     slow, fast = bench.IMPLEMENTATIONS
     for phase, race in result.races.items():
         noise = f"the same arm twice differs by {race.noise:.0%}"
@@ -66,27 +65,37 @@ def experts(
 
 @app.command()
 def ceilings(device: DeviceOption = None, rounds: RoundsOption = 10, out: OutOption = None) -> None:
-    """The machine's own limits: bytes copied a second and the rate of a matrix product."""
-    from .ceilings import ceilings as measure
-    from .rows import origin
+    """Measure the machine's own limits: bytes copied a second and the rate of a matrix product."""
+    from dormouse_bench import tables
+    from dormouse_bench.ceilings import ceilings as measure
+    from dormouse_bench.rows import origin
 
     where = _device(device)
     found = measure(where, rounds, origin(where))
-    _print([ceiling.row for ceiling in found])
+    rows = [ceiling.row for ceiling in found]
+    tables.show(rows)
     for ceiling in found:
         print(f"{ceiling.row.phase}: {ceiling.rate:.4g} {ceiling.unit}")
-    _keep(out, [ceiling.row for ceiling in found])
+    _keep(out, rows)
 
 
 @app.command()
-def show(files: Annotated[list[Path], typer.Argument(help="Results files.")]) -> None:
-    """Checks results files against the schema and prints their rows as one table."""
-    from .rows import RowsError, read
+def show(
+    files: Annotated[list[Path], typer.Argument(help="Results files.")],
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a table for a page.")] = False,
+) -> None:
+    """Check results files against the schema and print their rows as one table."""
+    from dormouse_bench import tables
+    from dormouse_bench.rows import RowsError, read
 
     try:
-        _print([row for file in files for row in read(file)])
+        rows = [row for file in files for row in read(file)]
     except RowsError as error:
         _refuse(f"bench show: {error}")
+    if markdown:
+        print(tables.markdown(rows))
+    else:
+        tables.show(rows)
 
 
 def _device(device: Device | None) -> str:
@@ -99,25 +108,8 @@ def _device(device: Device | None) -> str:
     return device.value
 
 
-def _print(rows: list[Row]) -> None:
-    table = Table(box=None, pad_edge=False)
-    shown = ("bench", "shape", "phase", "implementation", "ms", "floor_ms", "peak_extra_bytes")
-    for column in shown:
-        table.add_column(column, justify="right" if column in shown[4:] else "left", overflow="fold")
-    for row in rows:
-        extra = "" if row.peak_extra_bytes is None else f"{row.peak_extra_bytes:,}"
-        floor = "" if row.floor_ms is None else f"{row.floor_ms:.4g}"
-        table.add_row(row.bench, row.shape, row.phase, row.implementation, f"{row.ms:.4g}", floor, extra)
-    console = Console()
-    console.print(table)
-    for place in dict.fromkeys(
-        f"{row.machine} · torch {row.torch} · triton {row.triton} · {row.commit} · {row.date}" for row in rows
-    ):
-        console.print(place, highlight=False)
-
-
 def _keep(out: Path | None, rows: list[Row]) -> None:
-    from .rows import write
+    from dormouse_bench.rows import write
 
     if out is not None:
         write(out, rows)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from dormouse_kernels import latent_glu_experts, route
 
-from .rows import Origin, Row
-from .timing import Race, peak_extra_bytes, race
+from dormouse_bench.rows import Origin, Row
+from dormouse_bench.timing import Race, peak_extra_bytes, race
 
 IMPLEMENTATIONS = ("reference", "padded")
 Work = Callable[[], dict[str, torch.Tensor]]
