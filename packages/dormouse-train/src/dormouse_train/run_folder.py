@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
+from collections.abc import Generator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from dormouse_train.errors import UserError
 RUNS = Path("runs")
 CONFIG = "config.toml"
 CHECKPOINTS = "checkpoints"
+LOCK = ".lock"
 
 
 def create(run: Path | None = None) -> Path:
@@ -94,13 +98,27 @@ def _way_out(refused: dict[str, Any], saved: Config, step: int) -> str:
     if saved.train.decay_begins is None:
         return "only the wsd schedule can change its length; leave train.steps as it was or start a new run"
     return (
-        f"step {step} is past where a decay begins (step {saved.train.decay_begins} as it was), and a length may change "
-        "only before; leave train.steps as it was or start a new run"
+        f"a length may change only before a decay begins (at step {saved.train.decay_begins} as it was, the run is at "
+        f"{step}); leave train.steps as it was or start a new run"
     )
 
 
 def _shown(value: object) -> str:
     return f"'{value}'" if isinstance(value, str) else str(value)
+
+
+@contextmanager
+def locked(run: Path) -> Generator[None]:
+    """Hold `run` against a second process that would write to it; the lock goes with the process, however it ends.
+
+    Errors: `UserError` where another process holds it.
+    """
+    with (run / LOCK).open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"--run: {run} is being trained by another process; wait for it or stop it") from None
+        yield
 
 
 def write_config(run: Path, config: Config) -> None:

@@ -1,0 +1,1 @@
+"""One module a command of `dormouse`, imported when it runs."""

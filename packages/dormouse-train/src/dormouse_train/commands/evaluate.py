@@ -1,0 +1,34 @@
+"""`dormouse eval`: bits per byte on held-out or on given bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from dormouse_train.commands import trained
+from dormouse_train.data import ByteView, open_corpus, open_paths
+
+if TYPE_CHECKING:
+    from dormouse_model import Dormouse
+
+
+def command(run: Path, data: Sequence[str]) -> int:
+    """Print one line: the score, and how many bytes of what it was measured on."""
+    with TemporaryDirectory(prefix="dormouse-") as scratch:
+        given = open_paths(data, Path(scratch)) if data else None
+        config, model = trained.load(run)
+        name, view, wanted = ", ".join(data), given, 0
+        if view is None:
+            corpus = open_corpus(config.data, run)
+            name, view, wanted = f"held out of {corpus.name}", corpus.heldout, config.eval.final_window_bytes
+        print(_line(model, view, wanted, name), flush=True)
+    return 0
+
+
+def _line(model: Dormouse, view: ByteView, wanted: int, name: str) -> str:
+    from dormouse_train.evaluate import evaluate
+
+    scored = evaluate(model, view, wanted)
+    return f"{scored.bpb:.4f} BPB over {scored.window_bytes:,} bytes ({name})"

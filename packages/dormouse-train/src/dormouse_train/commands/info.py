@@ -1,0 +1,66 @@
+"""`dormouse info`: what a run is and how far it came."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from dormouse_train import run_folder
+from dormouse_train.config import Config, assemble
+from dormouse_train.data import manifest
+from dormouse_train.metrics import Value, read
+
+
+def command(run: Path) -> int:
+    """Print a few lines; a damaged checkpoint is named and is no error, as showing it is what was asked for."""
+    config = assemble(run_folder.tables(run))
+    for name, text in _rows(run, config):
+        print(f"{name:<12} {text}", flush=True)
+    return 0
+
+
+def _rows(run: Path, config: Config) -> Iterator[tuple[str, str]]:
+    yield "run", str(run)
+    if (run / manifest.NAME).exists():
+        data = manifest.load(run)
+        sizes = f"{data.train_bytes:,} bytes to train on, {data.heldout_bytes:,} held out"
+        yield "data", f"{data.name}: {len(data.files)} files, {sizes}"
+    yield "model", _model(config)
+    train = config.train
+    rows = f"{train.batch * train.accumulate} x {train.seq} bytes a step"
+    yield "training", f"{train.steps} steps, {rows}, {train.schedule}, seed {train.seed}, {train.device}"
+    for step, verdict in _checkpoints(run):
+        yield "checkpoint", f"step {step}: {verdict}"
+    lines = read(run)
+    for name, key in (("trained", "train_bpb"), ("held-out", "heldout_bpb")):
+        if (last := next((line for line in reversed(lines) if key in line), None)) is not None:
+            yield name, _score(last, key)
+
+
+def _score(line: dict[str, Value], key: str) -> str:
+    window = f" over {line['window_bytes']:,} bytes" if "window_bytes" in line else ""
+    value = line[key]
+    return (
+        f"{value:.3f} BPB at step {line['step']}{window}" if isinstance(value, float) else f"{value} at {line['step']}"
+    )
+
+
+def _model(config: Config) -> str:
+    from dormouse_model import Dormouse
+
+    numbers = sum(parameter.numel() for parameter in Dormouse(config.architecture, device="meta").parameters())
+    model, experts = config.model, config.experts
+    shape = f"d {model.d_model}, {model.iterations} iterations, {experts.num_experts} experts of rank {experts.rank}"
+    return f"{numbers:,} parameters: {shape}, {experts.top_k} a byte"
+
+
+def _checkpoints(run: Path) -> Iterator[tuple[int, str]]:
+    from dormouse_model import checkpoint
+
+    for step in checkpoint.steps(run):
+        try:
+            files = checkpoint.verify(checkpoint.checkpoint_folder(run, step))["files"]
+        except checkpoint.CheckpointError as error:
+            yield step, f"damaged ({error})"
+        else:
+            yield step, f"whole, {sum(file['bytes'] for file in files.values()):,} bytes"

@@ -1,0 +1,114 @@
+"""Beginning a run and going on with one: everything that can be wrong is found before the first step."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dormouse_train import run_folder
+from dormouse_train.config import Config, assemble, load_config
+from dormouse_train.data import Batches, open_corpus
+from dormouse_train.errors import UserError
+from dormouse_train.metrics import Metrics
+
+if TYPE_CHECKING:
+    from dormouse_train.console import Console
+    from dormouse_train.loop import Result
+
+
+def train(
+    config: Config | str | None = None,
+    *,
+    run: Path | str | None = None,
+    resume: bool = False,
+    sets: Sequence[str] = (),
+    overrides: Mapping[str, object] | None = None,
+    console: Console | None = None,
+) -> Result:
+    """Train `config` in the folder `run`; a configuration, a name or a TOML file (None: `nano`; on resume the run's).
+
+    `sets` are `key=value` as on the command line, `overrides` dotted keys with values; neither goes with a `Config`.
+    Without `run` a new folder is made under `runs/`, and a `resume` means the newest there. A resume goes on from the
+    newest checkpoint, or from step 0 where none was written, bit for bit as if the run had not been interrupted.
+    Errors: `UserError` and `ConfigError` before the first step; a run that could not begin leaves no folder behind.
+    """
+    if resume:
+        folder = run_folder.newest() if run is None else Path(run)
+        saved = run_folder.tables(folder)
+        chosen = assemble(saved, sets, overrides) if config is None else _configuration(config, sets, overrides)
+        if chosen.train.device == "auto":
+            chosen = _with_device(chosen, assemble(saved).train.device)
+        with run_folder.locked(folder):
+            return _go_on(_pinned(chosen), folder, console)
+    chosen = _pinned(_configuration(config, sets, overrides))
+    folder = run_folder.create(None if run is None else Path(run))
+    with run_folder.locked(folder):
+        with _removed_on_error(folder):
+            chosen = _prepare(chosen, folder, console)
+            run_folder.write_config(folder, chosen)
+        return _loop(chosen, folder, resume=False, console=console)
+
+
+def _configuration(config: Config | str | None, sets: Sequence[str], overrides: Mapping[str, object] | None) -> Config:
+    if not isinstance(config, Config):
+        return load_config(config, sets, overrides)
+    if sets or overrides:
+        raise ValueError("train: sets and overrides change a named configuration; give a changed Config instead")
+    return config
+
+
+def _go_on(config: Config, folder: Path, console: Console | None) -> Result:
+    config = _prepare(config, folder, console)
+    run_folder.reopen(folder, config)
+    saved = run_folder.newest_step(folder) is not None
+    if not saved:
+        Metrics(folder).cut_back(0)
+    return _loop(config, folder, resume=saved, console=console)
+
+
+def _prepare(config: Config, folder: Path, console: Console | None) -> Config:
+    """Open the data, which is quick, before torch is imported, which is not; then settle the device."""
+    corpus = open_corpus(config.data, folder)
+    Batches(corpus.train, batch=config.train.batch, seq=config.train.seq, seed=config.train.seed)
+    if console is not None:
+        sizes = f"{len(corpus.train):,} bytes to train on, {len(corpus.heldout):,} held out"
+        console.note(f"run {folder}: {corpus.name}, {sizes}")
+    return _with_device(config, _device(config.train.device))
+
+
+def _device(wanted: str) -> str:
+    import torch
+
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise UserError(f"--device: torch {torch.__version__} finds no CUDA device here; use --device cpu")
+    return ("cuda" if available else "cpu") if wanted == "auto" else wanted
+
+
+def _with_device(config: Config, device: str) -> Config:
+    return config.model_copy(update={"train": config.train.model_copy(update={"device": device})})
+
+
+def _pinned(config: Config) -> Config:
+    """Data paths as absolute ones: a run goes on from whatever folder the command is given in."""
+    paths = tuple(str(Path(path).expanduser().absolute()) for path in config.data.paths)
+    return config.model_copy(update={"data": config.data.model_copy(update={"paths": paths})})
+
+
+def _loop(config: Config, folder: Path, *, resume: bool, console: Console | None) -> Result:
+    from dormouse_train import loop
+
+    return loop.train(config, folder, resume=resume, console=console)
+
+
+@contextmanager
+def _removed_on_error(folder: Path) -> Generator[None]:
+    """A run that could not begin must not stand in the way of the next try under the same name."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise

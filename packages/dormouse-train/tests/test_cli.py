@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HELP = [["train"], ["dormouse"], *(["dormouse", name] for name in ("train", "generate", "eval", "info"))]
+
+WITHOUT_HEAVY_IMPORTS = """
+import sys
+from dormouse_train import cli
+sys.argv[0] = sys.argv[1]
+del sys.argv[1]
+try:
+    {"train": cli.train_main, "dormouse": cli.main}[sys.argv[0]]()
+except SystemExit as left:
+    assert left.code == 0, left.code
+heavy = {"torch", "numpy", "rich.console", "dormouse_model", "dormouse_kernels"} & sys.modules.keys()
+assert not heavy, heavy
+"""
+
+
+@pytest.mark.parametrize("words", HELP, ids=" ".join)
+def test_help_takes_less_than_a_second(command, words: list[str]):
+    seconds = []
+    for _ in range(5):  # the fastest of five: other work on the machine is not what is measured
+        began = time.perf_counter()
+        ended = command(*words, "--help")
+        seconds.append(time.perf_counter() - began)
+        assert ended.code == 0
+        assert "Usage:" in ended.out
+        if seconds[-1] < 1:
+            break
+    assert min(seconds) < 1
+
+
+@pytest.mark.parametrize("words", HELP, ids=" ".join)
+def test_help_imports_nothing_heavy(words: list[str]):
+    subprocess.run([sys.executable, "-c", WITHOUT_HEAVY_IMPORTS, *words, "--help"], check=True, capture_output=True)
+
+
+def test_train_is_the_same_as_dormouse_train(command):
+    alone, below = command("train", "--help").out, command("dormouse", "train", "--help").out
+    assert alone.replace("Usage: train", "Usage: dormouse train") == below
+    for option in ("--config", "--data", "--steps", "--run", "--resume", "--seed", "--device", "--set"):
+        assert option in alone
+
+
+TRAIN = ["train", "--config", "tiny.toml", "--data", "words.txt", "--run", "new"]
+MISTAKES = {
+    "unknown option": (["train", "--stpes", "3"], "--stpes"),
+    "no number": (["train", "--steps", "few"], "--steps"),
+    "unknown command": (["dormouse", "trian"], "trian"),
+    "no run": (["dormouse", "generate"], "run"),
+    "missing data": ([*TRAIN, "--data", "nothing.txt"], "nothing.txt does not exist; give a file"),
+    "empty data": ([*TRAIN, "--data", "empty.txt"], "empty.txt is empty"),
+    "four bytes": (
+        ["train", "--config", "tiny.toml", "--data", "short.txt", "--run", "new"],
+        "train.seq = 32 needs 33",
+    ),
+    "unknown configuration": (["train", "--config", "nanno", "--run", "new"], "did you mean 'nano'"),
+    "missing configuration": (["train", "--config", "none.toml", "--run", "new"], "none.toml"),
+    "unknown key": ([*TRAIN, "--set", "train.stesp=3"], "did you mean 'train.steps'"),
+    "wrong value": ([*TRAIN, "--set", "train.batch=0"], "'train.batch', got 0"),
+    "no steps": ([*TRAIN, "--steps", "0"], "'train.steps', got 0"),
+    "negative seed": ([*TRAIN, "--seed", "-1"], "'train.seed', got -1"),
+    "unknown device": ([*TRAIN, "--device", "tpu"], "'train.device', got 'tpu'"),
+    "no CUDA device": ([*TRAIN, "--device", "cuda"], "no CUDA device here; use --device cpu"),
+    "run exists": (["train", "--config", "tiny.toml", "--run", "full"], "full exists; add --resume"),
+    "run is a file": (["train", "--config", "tiny.toml", "--run", "words.txt"], "words.txt is a file"),
+    "resume of nothing": (["train", "--resume"], "no run under runs/"),
+    "resume of no folder": (["train", "--resume", "--run", "new"], "new does not exist"),
+    "resume of another folder": (["train", "--resume", "--run", "full"], "holds no config.toml"),
+    "info of no run": (["dormouse", "info", "full"], "holds no config.toml"),
+    "eval of no run": (["dormouse", "eval", "new"], "new does not exist"),
+    "eval of missing data": (["dormouse", "eval", "new", "--data", "nothing.txt"], "nothing.txt does not exist"),
+    "temperature below zero": (["dormouse", "generate", "full", "--temperature", "-1"], "--temperature"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_sentence_and_leaves_no_folder_behind(command, mistake: str):
+    (command.here / "empty.txt").touch()
+    (command.here / "short.txt").write_bytes(b"four")
+    (command.here / "full").mkdir()
+    (command.here / "full" / "notes.txt").write_text("mine")
+    before = sorted(command.here.rglob("*"))
+    words, says = MISTAKES[mistake]
+    assert says in command(*words).sentence
+    assert sorted(command.here.rglob("*")) == before
+
+
+def test_a_folder_that_may_not_be_written_is_one_sentence(command):
+    blocked = Path("words.txt") / "run"
+    assert "words.txt" in command(*TRAIN[:-1], str(blocked)).sentence
+
+
+def test_a_reader_that_leaves_is_no_error(command):
+    process = command.start("dormouse", "train", "--help")
+    process.stdout.close()
+    _, err = process.communicate(timeout=30)
+    assert "Traceback" not in err
+
+
+def test_python_offers_the_same_names_without_importing_torch():
+    program = "import sys, dormouse_train; assert 'train' in dir(dormouse_train); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, env=dict(os.environ))

@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from dormouse_train.config import DataSection
+from dormouse_train.data import ByteView, corpus, open_corpus, open_paths
+from dormouse_train.data.sources import find, standard_library
+from dormouse_train.errors import UserError
+
+AWKWARD = b"\xef\xbb\xbfa\r\n\rc\xff\xfe\x00\xe2\x80\xa9"
+
+
+def opened(run: Path, *paths: Path | str, fraction: float = 0.05) -> corpus.Corpus:
+    run.mkdir(exist_ok=True)
+    return open_corpus(DataSection(paths=tuple(map(str, paths)), heldout_fraction=fraction), run)
+
+
+def content(view: ByteView) -> bytes:
+    return view.read(0, len(view)).tobytes()
+
+
+def many(folder: Path, n: int, size: int = 500) -> list[Path]:
+    folder.mkdir(parents=True)
+    paths = [folder / f"{index:03}.txt" for index in range(n)]
+    for index, path in enumerate(paths):
+        path.write_bytes(np.random.default_rng(index).bytes(size + index))
+    return paths
+
+
+def test_bytes_in_are_bytes_trained_on(tmp_path: Path):
+    assert len(AWKWARD) == 14
+    file = tmp_path / "awkward.txt"
+    file.write_bytes(AWKWARD)
+    data = opened(tmp_path / "run", file)
+    assert content(data.train) + content(data.heldout) == AWKWARD
+    assert data.manifest()["files"][0]["sha256"] == hashlib.sha256(AWKWARD).hexdigest()
+
+
+def test_a_gzip_file_is_the_bytes_that_it_unpacks_to(tmp_path: Path):
+    file = tmp_path / "awkward.gz"
+    file.write_bytes(gzip.compress(AWKWARD))
+    data = opened(tmp_path / "run", file)
+    assert content(data.train) + content(data.heldout) == AWKWARD
+
+
+def test_the_default_is_the_librarys_sources_sorted_without_tests_and_packages():
+    paths = [source.path for source in standard_library()]
+    assert len(paths) > 400
+    assert paths == sorted(paths)
+    assert all(path.suffix == ".py" and path.stat().st_size for path in paths)
+    parts = {part for path in paths for part in path.parts}
+    assert not parts & {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    assert {"argparse.py", "asyncio"} <= parts
+
+
+def test_the_default_corpus_holds_out_about_a_twentieth(tmp_path: Path):
+    data = opened(tmp_path / "run")
+    total = len(data.train) + len(data.heldout)
+    assert total > 8_000_000
+    assert 0.05 <= len(data.heldout) / total <= 0.075
+    assert "standard library of Python 3." in data.name
+
+
+def test_files_come_in_the_order_given_and_those_of_a_folder_sorted(tmp_path: Path):
+    for name in ["b/2", "b/10", "b/c/1", "a", ".hidden", "b/.git/x", "empty"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("" if name == "empty" else name)
+    names = [str(source.path.relative_to(tmp_path)) for source in find([f"{tmp_path}/b", str(tmp_path)])]
+    assert names == ["b/10", "b/2", "b/c/1", "a"]
+    assert [s.path.name for s in find([f"{tmp_path}/**/[0-9]*"])] == ["10", "2", "1"]
+
+
+def test_a_run_folder_below_the_data_is_not_data(tmp_path: Path):
+    paths = many(tmp_path / "books", 3)
+    opened(tmp_path / "books" / "run", tmp_path / "books")
+    (tmp_path / "books" / "run" / "config.toml").write_text("x")
+    assert [source.path for source in find([str(tmp_path / "books")])] == paths
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda path: None, "does not exist"),
+        (lambda path: path.write_bytes(b""), "is empty"),
+        (lambda path: path.mkdir(), "holds no bytes"),
+        (os.mkfifo, "neither a file nor a folder"),
+        (lambda path: path.write_bytes(b"abc"), "3 bytes in all; give at least 4"),
+    ],
+    ids=["missing", "empty", "empty folder", "pipe", "three bytes"],
+)
+def test_a_path_without_bytes_is_refused_by_name(tmp_path: Path, make, says: str):
+    make(tmp_path / "thing")
+    with pytest.raises(UserError) as refused:
+        opened(tmp_path / "run", tmp_path / "thing")
+    assert says in str(refused.value)
+    assert "thing" in str(refused.value) or "bytes in all" in says
+
+
+def test_a_glob_that_matches_nothing_is_refused(tmp_path: Path):
+    with pytest.raises(UserError, match="matches no bytes"):
+        find([f"{tmp_path}/*.txt"])
+
+
+@pytest.mark.parametrize("damage", [lambda whole: whole[:-9], lambda whole: b"not gzip", lambda whole: whole[:20] * 2])
+def test_damaged_gzip_is_refused_by_name(tmp_path: Path, damage):
+    file = tmp_path / "books.gz"
+    file.write_bytes(damage(gzip.compress(np.random.default_rng(0).bytes(1000))))
+    with pytest.raises(UserError, match=r"books.gz is not a whole gzip file"):
+        opened(tmp_path / "run", file)
+
+
+def test_under_twenty_files_the_last_twentieth_of_the_bytes_is_held_out(tmp_path: Path):
+    paths = many(tmp_path / "books", 19)
+    data = opened(tmp_path / "run", tmp_path / "books")
+    everything = b"".join(path.read_bytes() for path in paths)
+    cut = len(everything) - round(0.05 * len(everything))
+    assert content(data.train) == everything[:cut]
+    assert content(data.heldout) == everything[cut:]
+
+
+def test_from_twenty_files_on_whole_files_are_held_out_by_their_content(tmp_path: Path):
+    paths = many(tmp_path / "books", 40)
+    data = opened(tmp_path / "run", tmp_path / "books")
+    chosen = {entry.path for entry in data.files.files if entry.train_bytes == 0}
+    assert all(entry.train_bytes in (0, entry.bytes) for entry in data.files.files)
+    assert 1 <= len(chosen) <= 4
+    assert content(data.heldout) == b"".join(path.read_bytes() for path in paths if str(path) in chosen)
+    assert content(data.train) == b"".join(path.read_bytes() for path in paths if str(path) not in chosen)
+
+    (tmp_path / "other").mkdir()
+    for index, path in enumerate(reversed(paths)):
+        (tmp_path / "other" / f"{index:03}").write_bytes(path.read_bytes())
+    renamed = opened(tmp_path / "run2", tmp_path / "other")
+    assert sorted(content(renamed.heldout)) == sorted(content(data.heldout))
+
+
+def test_copies_of_a_file_are_on_one_side(tmp_path: Path):
+    for index, path in enumerate(many(tmp_path / "books", 200)):
+        path.write_bytes(b"%d" % (index // 4) * 50)
+    data = opened(tmp_path / "run", tmp_path / "books")
+    sides: dict[str, set[bool]] = {}
+    for entry in data.files.files:
+        sides.setdefault(entry.sha256, set()).add(entry.train_bytes == 0)
+    assert all(len(side) == 1 for side in sides.values())
+    assert {True} in sides.values()
+
+
+def test_twenty_copies_of_one_file_are_still_split(tmp_path: Path):
+    for path in many(tmp_path / "books", 20):
+        path.write_bytes(b"the same words\n" * 10)
+    data = opened(tmp_path / "run", tmp_path / "books")
+    assert len(data.heldout) == 150
+
+
+def test_large_files_are_mapped_in_place_and_small_ones_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(corpus, "PACK_BELOW", 10_000)
+    sizes = [100, 50_000, 300, 400, 20_000, 30]
+    paths = [tmp_path / str(index) for index in range(6)]
+    for path, size in zip(paths, sizes, strict=True):
+        path.write_bytes(np.random.default_rng(size).bytes(size))
+    data = opened(tmp_path / "run", *paths)
+    everything = b"".join(path.read_bytes() for path in paths)
+    assert content(data.train) + content(data.heldout) == everything
+    assert sum(path.stat().st_size for path in (tmp_path / "run" / "data").iterdir()) == 830
+    for start in (0, 99, 100, 50_099, 50_100, 50_799, 50_800):
+        assert data.train.read(start, 1000).tobytes() == everything[start : start + 1000]
+
+
+def test_a_view_has_no_bytes_outside_itself():
+    view = ByteView([np.arange(5, dtype=np.uint8), np.empty(0, np.uint8), np.arange(5, 9, dtype=np.uint8)])
+    assert view.read(3, 4).tolist() == [3, 4, 5, 6]
+    assert view.read(9, 0).tolist() == []
+    for start, n in [(8, 2), (-1, 2), (10, 0)]:
+        with pytest.raises(IndexError):
+            view.read(start, n)
+
+
+def test_packing_needs_constant_memory(tmp_path: Path):
+    file = tmp_path / "zeros.gz"
+    with gzip.open(file, "wb", compresslevel=1) as out:
+        for _ in range(64):
+            out.write(bytes(1 << 20))
+    tracemalloc.start()
+    data = opened(tmp_path / "run", file)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(data.train) + len(data.heldout) == 64 << 20
+    assert peak < 8 << 20
+
+
+def test_a_second_opening_reads_the_same_bytes_from_the_manifest(tmp_path: Path):
+    many(tmp_path / "books", 30)
+    first = opened(tmp_path / "run", tmp_path / "books")
+    before = content(first.train), content(first.heldout)
+    (tmp_path / "books" / "999.txt").write_text("a file that came later")
+    second = opened(tmp_path / "run", tmp_path / "books")
+    assert (content(second.train), content(second.heldout)) == before
+    stored = json.loads((tmp_path / "run" / "data.json").read_text())
+    assert stored == second.manifest() == first.manifest()
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda path: path.unlink(), "003.txt is missing"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"!"), "003.txt has changed"),
+    ],
+)
+def test_a_file_that_is_not_what_it_was_is_named(tmp_path: Path, damage, says: str):
+    paths = many(tmp_path / "books", 5)
+    opened(tmp_path / "run", tmp_path / "books")
+    damage(paths[3])
+    with pytest.raises(UserError, match=says):
+        opened(tmp_path / "run", tmp_path / "books")
+
+
+def test_a_damaged_pack_is_packed_again(tmp_path: Path):
+    many(tmp_path / "books", 5)
+    before = content(opened(tmp_path / "run", tmp_path / "books").train)
+    pack = tmp_path / "run" / "data" / "train.bin"
+    damaged = bytearray(pack.read_bytes())
+    damaged[7] ^= 1
+    pack.write_bytes(damaged)
+    assert content(opened(tmp_path / "run", tmp_path / "books").train) == before
+    pack.unlink()
+    assert content(opened(tmp_path / "run", tmp_path / "books").train) == before
+
+
+def test_a_damaged_manifest_is_named(tmp_path: Path):
+    many(tmp_path / "books", 3)
+    opened(tmp_path / "run", tmp_path / "books")
+    (tmp_path / "run" / "data.json").write_text("{")
+    with pytest.raises(UserError, match=r"data.json is damaged"):
+        opened(tmp_path / "run", tmp_path / "books")
+
+
+def test_bytes_to_score_are_all_bytes_of_the_paths(tmp_path: Path):
+    paths = many(tmp_path / "books", 30)
+    view = open_paths([str(tmp_path / "books")], tmp_path / "scratch")
+    assert content(view) == b"".join(path.read_bytes() for path in paths)

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from dormouse_train.metrics import Metrics, read
+
+
+def test_a_line_is_flat_json_with_its_step_first(tmp_path: Path):
+    Metrics(tmp_path).write({"loss": 1.5, "step": 3, "counters.kda/forward/torch": 2})
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 3, "loss": 1.5, "counters.kda/forward/torch": 2}\n'
+
+
+def test_a_number_that_is_not_finite_is_null(tmp_path: Path):
+    Metrics(tmp_path).write({"step": 1, "loss": float("nan"), "grad_norm": float("inf")})
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(line, parse_constant=lambda name: pytest_fail(name)) == {
+        "step": 1,
+        "loss": None,
+        "grad_norm": None,
+    }
+
+
+def pytest_fail(name: str) -> None:
+    raise AssertionError(f"{name} is not JSON")
+
+
+def test_cutting_back_keeps_the_lines_up_to_the_step(tmp_path: Path):
+    metrics = Metrics(tmp_path)
+    for step in (1, 2, 3):
+        metrics.write({"step": step, "loss": step / 2})
+        metrics.write({"step": step, "heldout_bpb": 2.0, "window_bytes": 10})
+    metrics.cut_back(2)
+    assert [(line["step"], "loss" in line) for line in read(tmp_path)] == [(1, True), (1, False), (2, True), (2, False)]
+    metrics.write({"step": 3, "loss": 9.0})
+    assert read(tmp_path)[-1] == {"step": 3, "loss": 9.0}
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_line_that_a_killed_process_left_unfinished_is_dropped(tmp_path: Path):
+    metrics = Metrics(tmp_path)
+    metrics.write({"step": 1, "loss": 0.5})
+    with metrics.path.open("a") as file:
+        file.write('{"step": 2, "lo')
+    assert [line["step"] for line in read(tmp_path)] == [1]
+    metrics.cut_back(5)
+    metrics.write({"step": 2, "loss": 0.25})
+    assert [line["step"] for line in read(tmp_path)] == [1, 2]
+
+
+def test_there_may_be_nothing_to_cut(tmp_path: Path):
+    Metrics(tmp_path).cut_back(0)
+    assert read(tmp_path) == []
