@@ -23,7 +23,7 @@ from pages import PAGES, ROOT, commands_of
 SHOWN = sorted({(str(path.relative_to(ROOT)), line) for path in PAGES for line in commands_of(path.read_text())})
 # What runs the commands that belong to no console script of ours: a pattern of the command, and the test.
 RUN_BY = {
-    r"pip install uv": "docs/test_workspace.py::test_ci_installs_a_uv_that_the_workspace_accepts",
+    r"pip install uv": "docs/test_workspace.py::test_ci_first_installs_an_accepted_uv_where_it_is_missing",
     r"uv build --package dormouse-kernels": "docs/test_fresh.py::test_the_kernels_alone_from_a_wheel",
     r"cd \.\./elsewhere": "docs/test_fresh.py::test_the_kernels_alone_from_a_wheel",
     r"uv add \.\./dormouse/dist/\S+": "docs/test_fresh.py::test_the_kernels_alone_from_a_wheel",

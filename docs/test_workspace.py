@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -12,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from pages import ROOT, commands_of
 
-ROOT = Path(__file__).parents[1]
 # In the order in which they may depend on one another.
 ORDER = ("dormouse-kernels", "dormouse-quant", "dormouse-model", "dormouse-train", "dormouse-bench")
 FOLDERS = {name: ROOT / ("apps/bench" if name == "dormouse-bench" else f"packages/{name}") for name in ORDER}
@@ -139,14 +140,27 @@ def test_the_default_sessions_take_distribution_names_and_leave_out_the_slow_one
     assert sessions("--sessions", "floor", "bench", "release") == {"floor", "bench", "release"}
 
 
-def test_ci_runs_the_command_that_the_readme_shows():
-    readme = (ROOT / "README.md").read_text()
-    script = [line.strip() for line in (ROOT / ".ci" / "run").read_text().splitlines()]
-    last = [line for line in script if line and not line.startswith("#")][-1]
-    assert last == "uvx nox"
-    assert re.search(rf"^\$ {last}(\s+#.*)?$", readme, re.MULTILINE), f"the README does not show `{last}`"
+def run_ci(tmp_path: Path, *present: str) -> list[str]:
+    """The commands that `.ci/run` gives where these programs are present, each a stand-in that writes itself down."""
+    said = tmp_path / "said"
+    for name in present:
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f'#!/bin/bash\n[ "$1" = -c ] || echo "{name} $*" >> {said}\n')
+        program.chmod(0o755)
+    for name in ("bash", "dirname", "env"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name) or name)
+    variables = {"PATH": str(tmp_path / "bin"), "HOME": str(tmp_path)}
+    subprocess.run([str(ROOT / ".ci" / "run")], env=variables, check=True, capture_output=True)
+    return said.read_text().splitlines()
 
 
-def test_ci_installs_a_uv_that_the_workspace_accepts():
+def test_ci_runs_the_command_that_the_readme_shows(tmp_path):
+    (command,) = run_ci(tmp_path, "uv", "uvx")
+    assert command == "uvx nox"
+    assert command in commands_of((ROOT / "README.md").read_text())
+
+
+def test_ci_first_installs_an_accepted_uv_where_it_is_missing(tmp_path):
     required = toml(ROOT)["tool"]["uv"]["required-version"]
-    assert f"'uv{required}'" in (ROOT / ".ci" / "run").read_text()
+    assert run_ci(tmp_path, "python3", "uvx") == [f"python3 -m pip install uv{required}", "uvx nox"]
