@@ -1,0 +1,167 @@
+"""What a person sees of a run: one live line on a terminal, plain lines elsewhere, and the report at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, TextIO
+
+from rich.console import Console as Terminal
+from rich.live import Live
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from dormouse_train.baselines import Baselines
+    from dormouse_train.evaluate import Evaluation
+    from dormouse_train.optim.optimizer import Row
+
+
+@dataclass(frozen=True)
+class Status:
+    """One step as it is shown and logged; `bytes_per_second` is over the steps since the last line."""
+
+    step: int
+    steps: int
+    loss: float
+    train_bpb: float
+    lr: float
+    grad_norm: float
+    max_expert_load: float
+    """The busiest expert's rows over the mean: 1 is balanced."""
+    dead_experts: int
+    """Experts that no byte of the step chose, of `experts`: each counts once an iteration."""
+    experts: int
+    bytes_per_second: float
+    memory_bytes: int
+    eta_seconds: float
+    skipped: int
+
+    def line(self) -> str:
+        """The status as one line, the most important first: a narrow terminal cuts the end."""
+        parts = [
+            f"step {self.step}/{self.steps}",
+            f"loss {self.loss:.4f}",
+            f"train {self.train_bpb:.3f} BPB",
+            f"rate {self.lr:.2e}",
+            f"|g| {self.grad_norm:.2f}",
+            f"load {self.max_expert_load:.1f}x",
+            f"dead {self.dead_experts}/{self.experts}",
+            f"{self.bytes_per_second / 1000:.1f} kB/s",
+            f"{self.memory_bytes / 1e6:.0f} MB",
+            f"ETA {duration(self.eta_seconds)}",
+        ]
+        if self.skipped:
+            parts.append(f"skipped {self.skipped}")
+        return "  ".join(parts)
+
+    def metrics(self) -> dict[str, int | float]:
+        """The status as a line of metrics.jsonl."""
+        left_out = ("steps", "experts", "eta_seconds")
+        return {key: value for key, value in vars(self).items() if key not in left_out}
+
+
+class Console:
+    """`with Console() as console:` shows a run on `file` (stdout), with a live line where that is a terminal.
+
+    `live` overrides what the file says of itself; `quiet` shows nothing.
+    Nothing that came from data or from a model is read as markup, and no control character of it reaches the terminal.
+    """
+
+    def __init__(
+        self, file: TextIO | None = None, *, live: bool | None = None, quiet: bool = False, width: int | None = None
+    ) -> None:
+        self._terminal = Terminal(
+            file=file,
+            width=width,
+            force_terminal=live,
+            quiet=quiet,
+            markup=False,
+            highlight=False,
+            emoji=False,
+            soft_wrap=True,
+        )
+        self._live: Live | None = None
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end_live()
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a status replaces the one before it."""
+        return self._terminal.is_terminal and not self._terminal.quiet
+
+    def note(self, text: str) -> None:
+        """One line that stays; characters that the output's encoding lacks become escapes."""
+        encoding = self._terminal.encoding
+        self._terminal.print(Text(text.encode(encoding, "backslashreplace").decode(encoding)))
+
+    def status(self, status: Status) -> None:
+        """Replace the live line, or print a line of its own."""
+        if not self.is_live:
+            self.note(status.line())
+            return
+        if self._live is None:
+            self._live = Live(console=self._terminal, refresh_per_second=4, transient=False)
+            self._live.start()
+        self._live.update(Text(status.line(), no_wrap=True, overflow="ellipsis"))
+
+    def end_live(self) -> None:
+        """Leave the live line as it is and show the cursor again; a later status begins a new one."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def groups(self, rows: Sequence[Row]) -> None:
+        """Every parameter group: how it is updated, how many tensors and numbers, its peak rate and decay."""
+        self.note(f"{'group':<13} {'update':<7} {'tensors':>7} {'numbers':>10} {'rate':>9} {'decay':>7}")
+        for row in rows:
+            self.note(
+                f"{row.group:<13} {row.method:<7} {row.tensors:>7} {row.numbers:>10,} "
+                f"{row.rate:>9.2e} {row.decay:>7.3g}"
+            )
+
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """A held-out score with the window it was measured on."""
+        self.note(f"step {step}  held-out {evaluation.bpb:.3f} BPB over {evaluation.window_bytes:,} bytes")
+
+    def sample(self, prompt: bytes, written: bytes) -> None:
+        """A prompt and what the model wrote after it, indented."""
+        self.note("sample")
+        for line in shown(prompt + written).split("\n"):
+            self.note(f"  | {line}")
+
+    def report(self, evaluation: Evaluation, baselines: Baselines) -> None:
+        """The end of a run: the model's score and what simpler models reach on the same bytes."""
+        self.end_live()
+        self.note(f"held-out {evaluation.bpb:.3f} BPB over {evaluation.window_bytes:,} bytes")
+        part = "all" if baselines.fitted_bytes == baselines.train_bytes else f"{baselines.fitted_bytes:,} of the"
+        self.note(f"on the same bytes, fitted on {part} {baselines.train_bytes:,} training bytes:")
+        for context, bits in enumerate(baselines.ngram):
+            name = "unigram" if context == 0 else f"n-gram, {context} byte{'s' if context > 1 else ''} of context"
+            self.note(f"  {name:<30} {bits:.3f} BPB{_verdict(evaluation.bpb, bits)}")
+        self.note(
+            f"  {'xz(train+held) - xz(train)':<30} {baselines.xz:.3f} BPB{_verdict(evaluation.bpb, baselines.xz)}"
+        )
+
+
+def _verdict(model: float, other: float) -> str:
+    return "  beaten" if model < other else ""
+
+
+def shown(data: bytes) -> str:
+    """`data` as text that is safe on a terminal: all but printable characters, newline and tab become escapes."""
+    text = data.decode("utf-8", "backslashreplace")
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def duration(seconds: float) -> str:
+    """Whole seconds as `m:ss` or `h:mm:ss`."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,98 @@
+"""Held-out bits per byte, over a window whose size is always given with it.
+
+Letters: `S` streams read side by side, `T` bytes of a segment.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from dormouse_model import Dormouse
+
+    from dormouse_train.data import ByteView
+
+STREAMS = 16
+STREAM_BYTES = 1024
+"""Shortest stream worth cutting a window into: each begins with no past."""
+SEGMENT = 512
+BEFORE = ord("\n")
+"""What stands before the first byte of a stream, as before an empty prompt."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean bits a byte over `window_bytes` held-out bytes."""
+
+    bpb: float
+    window_bytes: int
+
+
+@dataclass(frozen=True)
+class Window:
+    """Which bytes are scored: pieces `[starts[i], starts[i] + lengths[i])`, none overlapping, longest first."""
+
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes scored."""
+        return sum(self.lengths)
+
+    def read(self, view: ByteView) -> np.ndarray:
+        """The scored bytes, uint8 `[nbytes]`, piece after piece."""
+        return np.concatenate([view.read(start, n) for start, n in zip(self.starts, self.lengths, strict=True)])
+
+
+def window(available: int, wanted: int) -> Window:
+    """`min(wanted, available)` bytes in up to 16 evenly spaced pieces of equal length, give or take one; 0 wants all.
+
+    Errors: `ValueError` when nothing is available.
+    """
+    size = min(wanted, available) if wanted else available
+    if size < 1:
+        raise ValueError(f"window: {available} bytes are held out; give longer data")
+    pieces = min(STREAMS, max(1, size // STREAM_BYTES))
+    lengths = [size // pieces + (i < size % pieces) for i in range(pieces)]
+    gaps = available - size
+    starts = [sum(lengths[:i]) + gaps * i // max(1, pieces - 1) for i in range(pieces)]
+    return Window(tuple(starts), tuple(lengths))
+
+
+@torch.no_grad()
+def evaluate(
+    model: Dormouse, view: ByteView, wanted: int, *, device: torch.device | None = None, segment: int = SEGMENT
+) -> Evaluation:
+    """Score `model` on `window(len(view), wanted)`: every byte once, given all bytes of its piece before it.
+
+    The pieces are streams of one batch, read `segment` bytes at a time with the recurrent state handed on, so that no
+    context is cut at a segment's border. The first byte of a piece is predicted from a newline. Sums are fp64.
+    """
+    device = device or next(model.parameters()).device
+    chosen = window(len(view), wanted)
+    longest = chosen.lengths[0]
+    rows = np.full((len(chosen.starts), longest + 1), BEFORE, dtype=np.uint8)
+    for row, start, n in zip(rows, chosen.starts, chosen.lengths, strict=True):
+        row[1 : n + 1] = view.read(start, n)
+    lengths = torch.tensor(chosen.lengths, device=device)
+    was_training = model.training
+    model.eval()
+    state, nats = None, 0.0
+    for at in range(0, longest, segment):
+        ids = torch.from_numpy(rows[:, at : at + segment + 1].astype(np.int64)).to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            out = model(ids[:, :-1], state, return_state=True)
+        state = out.state
+        losses = F.cross_entropy(out.logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
+        # A piece one byte shorter than the longest is padded: that byte is not scored.
+        scored = torch.arange(at, at + ids.shape[1] - 1, device=device) < lengths[:, None]
+        nats += float(losses.double()[scored.flatten()].sum())
+    model.train(was_training)
+    return Evaluation(nats / chosen.nbytes / math.log(2), chosen.nbytes)

@@ -1,0 +1,233 @@
+"""The training loop: steps, and at their cadences a line, an evaluation, a sample and a checkpoint; then the report."""
+
+from __future__ import annotations
+
+import gc
+import resource
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from dormouse_kernels import Counters
+from dormouse_model import Dormouse, generate
+
+from dormouse_train.baselines import Baselines, measure
+from dormouse_train.checkpoint import Checkpoint, RandomState
+from dormouse_train.config import Config
+from dormouse_train.console import Console, Status
+from dormouse_train.data import Batches, open_corpus
+from dormouse_train.evaluate import Evaluation, evaluate, window
+from dormouse_train.metrics import Metrics
+from dormouse_train.optim.optimizer import Optimizer
+from dormouse_train.optim.schedule import rate
+from dormouse_train.progress import Progress
+from dormouse_train.signals import Signals
+from dormouse_train.step import StepResult, train_step
+
+SAMPLES = "samples"
+SAMPLE_TEMPERATURE = 0.8
+COLLECT_EVERY = 200
+"""Steps between garbage collections."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended. The scores are None where a signal stopped it before they were measured."""
+
+    exit_code: int
+    """0 at the end, 128 + the signal that asked it to stop (130, 143)."""
+    step: int
+    heldout_bpb: float | None = None
+    window_bytes: int | None = None
+    baselines: Baselines | None = None
+
+
+def train(config: Config, run: Path, *, resume: bool = False, console: Console | None = None) -> Result:
+    """Train `config` in the folder `run` up to `train.steps`, from its newest checkpoint on where `resume` is true.
+
+    Writes metrics.jsonl, samples and checkpoints; shows itself on `console` (None: nowhere). SIGINT or SIGTERM finish
+    the step, save and return with exit code 130 or 143.
+    Errors: `UserError` for data that is too short, a checkpoint that does not fit, a full disk, or more than
+    `train.max_skipped` non-finite steps in a row.
+    """
+    console = console or Console(quiet=True)
+    with Signals() as signals, Counters() as counters, console, _garbage_collected_between_steps():
+        loop = _Loop(config, run, console, signals, counters)
+        if resume:
+            loop.resume()
+        return loop.run()
+
+
+class _Loop:
+    """One run in one process."""
+
+    def __init__(self, config: Config, run: Path, console: Console, signals: Signals, counters: Counters) -> None:
+        keys = config.train
+        self.config, self.folder, self.console, self.signals, self.counters = config, run, console, signals, counters
+        self.device = torch.device(_best_device() if keys.device == "auto" else keys.device)
+        self.corpus = open_corpus(config.data, run)
+        self.batches = Batches(self.corpus.train, batch=keys.batch, seq=keys.seq, seed=keys.seed)
+        self.model = Dormouse(config.architecture, seed=keys.seed, device=self.device)
+        self.optimizer = Optimizer(self.model, config.optim, keys.lr)
+        self.progress = Progress(counters)
+        self.metrics = Metrics(run)
+        self.checkpoint = (
+            Checkpoint(run, keep=config.checkpoint.keep)
+            .add("model", self.model)
+            .add("optimizer", self.optimizer)
+            .add("progress", self.progress)
+            .add("rng", RandomState(self.device))
+        )
+        self.saved_step: int | None = None
+        self.since_line = (0, 0.0)
+        """Bytes and seconds since the last line."""
+
+    def resume(self) -> None:
+        """Load the newest checkpoint and cut metrics.jsonl back to it."""
+        self.saved_step = self.checkpoint.load()
+        self.metrics.cut_back(self.saved_step)
+
+    def run(self) -> Result:
+        """Step to the end and report, or stop where a signal asks for it."""
+        keys = self.config
+        self._introduce()
+        # What exists by now is never garbage: later collections need not look at it.
+        gc.collect()
+        gc.freeze()
+        while self.progress.step < keys.train.steps:
+            self._step()
+            step = self.progress.step
+            if step < keys.train.steps and _due(step, keys.eval.every):
+                self._evaluate(keys.eval.window_bytes)
+                self._sample()
+            if step == keys.train.steps or _due(step, keys.checkpoint.every) or self.signals.requested:
+                self._save()
+            if self.signals.requested:
+                return self._stopped()
+        self.console.end_live()
+        return self._report()
+
+    def _introduce(self) -> None:
+        numbers = sum(parameter.numel() for parameter in self.model.parameters())
+        where = f"{torch.get_num_threads()} threads" if self.device.type == "cpu" else torch.cuda.get_device_name()
+        self.console.note(f"{numbers:,} parameters on {self.device.type} ({where})")
+        self.console.groups(self.optimizer.table())
+        if self.progress.step:
+            self.console.note(f"going on after step {self.progress.step}")
+
+    def _step(self) -> None:
+        keys = self.config.train
+        begin = perf_counter()
+        result = train_step(self.model, self.optimizer, self.batches, self.progress.step, self.config, self.device)
+        seconds, nbytes = perf_counter() - begin, keys.batch * keys.seq * keys.accumulate
+        self.progress.add(skipped=result.skipped, nbytes=nbytes, seconds=seconds)
+        self.since_line = (self.since_line[0] + nbytes, self.since_line[1] + seconds)
+        self._tell(result)
+        self.progress.refuse_endless_skips(keys.max_skipped)
+        if self.progress.step % COLLECT_EVERY == 0:
+            gc.collect()
+
+    def _tell(self, result: StepResult) -> None:
+        """A line at `log.every`, at the first and at the last step; a live line is renewed every step."""
+        keys, step = self.config.train, self.progress.step
+        logged = step in (1, keys.steps) or _due(step, self.config.log.every)
+        if not logged and not self.console.is_live:
+            return
+        status = self._status(result)
+        self.console.status(status)
+        if logged:
+            self.metrics.write(status.metrics() | {"seconds": self.progress.seconds} | self._counted())
+            self.since_line = (0, 0.0)
+
+    def _status(self, result: StepResult) -> Status:
+        keys, step, counts = self.config.train, self.progress.step, result.expert_counts
+        speed = self.since_line[0] / max(self.since_line[1], 1e-9)
+        left = (keys.steps - step) * keys.batch * keys.seq * keys.accumulate
+        return Status(
+            step=step,
+            steps=keys.steps,
+            loss=result.loss,
+            train_bpb=result.train_bpb,
+            lr=keys.lr * rate(step - 1, keys),
+            grad_norm=result.grad_norm,
+            max_expert_load=float((counts.amax(-1) * counts.shape[-1] / counts.sum(-1).clamp(min=1)).max()),
+            dead_experts=int((counts == 0).sum()),
+            experts=counts.numel(),
+            bytes_per_second=speed,
+            memory_bytes=_memory_bytes(self.device),
+            eta_seconds=left / speed,
+            skipped=self.progress.skipped,
+        )
+
+    def _counted(self) -> dict[str, int]:
+        return {f"counters.{key}": value for key, value in self.counters.snapshot().items()}
+
+    def _evaluate(self, wanted: int) -> Evaluation:
+        scored = evaluate(self.model, self.corpus.heldout, wanted)
+        self.console.evaluation(self.progress.step, scored)
+        self.metrics.write({"step": self.progress.step, "heldout_bpb": scored.bpb, "window_bytes": scored.window_bytes})
+        return scored
+
+    def _sample(self) -> None:
+        keys, step = self.config.eval, self.progress.step
+        if not keys.sample_bytes:
+            return
+        prompt = keys.prompt.encode("utf-8", "surrogateescape")
+        written = b"".join(generate(self.model, prompt, keys.sample_bytes, temperature=SAMPLE_TEMPERATURE))
+        folder = self.folder / SAMPLES
+        folder.mkdir(exist_ok=True)
+        (folder / f"step-{step}.txt").write_bytes(prompt + written)
+        self.console.sample(prompt, written)
+
+    def _save(self) -> None:
+        if self.saved_step != self.progress.step:
+            self.checkpoint.save(self.progress.step)
+            self.saved_step = self.progress.step
+
+    def _stopped(self) -> Result:
+        self.console.end_live()
+        self.console.note(f"stopped and saved at step {self.progress.step}; --resume --run {self.folder} goes on")
+        return Result(self.signals.exit_code, self.progress.step)
+
+    def _report(self) -> Result:
+        """Score the model and the baselines on the same held-out bytes, and sample; all is saved by now."""
+        keys, step = self.config.eval, self.progress.step
+        scored = self._evaluate(keys.final_window_bytes)
+        if self.signals.requested:
+            return self._stopped()
+        chosen = window(len(self.corpus.heldout), keys.final_window_bytes)
+        others = measure(self.corpus.train, chosen.read(self.corpus.heldout))
+        self.console.report(scored, others)
+        self._sample()
+        return Result(self.signals.exit_code, step, scored.bpb, scored.window_bytes, others)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _best_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """The most that was held so far: of the device's memory, or of the process's on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@contextmanager
+def _garbage_collected_between_steps() -> Generator[None]:
+    """Python's collector off while training, so that it does not stall a step; `_Loop` calls it now and then."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,197 @@
+"""One update of every parameter: Muon on expert factors and on dense matrices, AdamW on the rest.
+
+All optimizer state is fp32 and allocated once; loading copies into it, so that addresses stay what they were.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from dormouse_kernels import muon
+from torch import Tensor, nn
+
+from dormouse_train.optim.groups import Group, Method, assign
+
+if TYPE_CHECKING:
+    from dormouse_model import Dormouse
+    from dormouse_model.factors import Factor
+
+    from dormouse_train.config import OptimSection
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the printed table of groups; `rate` is the peak."""
+
+    group: str
+    method: Method
+    tensors: int
+    numbers: int
+    rate: float
+    decay: float
+
+
+class Optimizer:
+    """`Optimizer(model, config.optim, config.train.lr).step(lr_scale)` updates `model` in place from its `.grad`.
+
+    Factors: Muon in the rows convention with the rate as an angle in radians; the fp32 master is joined from its two
+    halves, updated, retracted and split again. An item (one expert's U, U' or V) whose gradient is exactly zero keeps
+    its parameters and its momentum: an expert that no byte chose must not walk on along stale momentum.
+    Dense matrices: Muon, batched by shape, `m = beta m + (1 - beta) g`, the orthogonalized update times
+    `sqrt(max(1, rows / columns))`, decoupled decay. Pad columns are outside the matrix that is seen, and stay zero.
+    The rest: AdamW. A group's rate is `lr_scale * lr * (optim.muon_lr or optim.adam_lr)`.
+    """
+
+    def __init__(self, model: Dormouse, optim: OptimSection, lr: float) -> None:
+        self.optim = optim
+        self.peak = {"factor": lr * optim.muon_lr, "muon": lr * optim.muon_lr, "adamw": lr * optim.adam_lr}
+        self.groups = assign(model.named_parameters())
+        self._widths = {"block.experts.down.weight": model.config.experts.d_ffn}
+        self._factors = _matching(model.factors(), self._named("factor"))
+        self._dense = self._named("muon")
+        self._momentum = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in self._named("factor").items()}
+        self._momentum |= {
+            name: torch.zeros_like(self._seen(name, p), dtype=torch.float32).contiguous()
+            for name, p in self._dense.items()
+        }
+        self._by_shape = _by_shape({name: self._seen(name, p) for name, p in self._dense.items()})
+        device = next(model.parameters()).device
+        self._rates = {method: torch.zeros((), device=device) for method in self.peak}
+        self._adamw = self._make_adamw([group for group in self.groups if group.rule.method == "adamw"])
+
+    def _named(self, method: Method) -> dict[str, nn.Parameter]:
+        return {name: p for group in self.groups if group.rule.method == method for name, p in group.parameters.items()}
+
+    def _seen(self, name: str, tensor: Tensor) -> Tensor:
+        """A dense matrix without its pad columns."""
+        return tensor[:, : self._widths[name]] if name in self._widths else tensor
+
+    def _make_adamw(self, groups: list[Group]) -> torch.optim.AdamW:
+        adamw = torch.optim.AdamW(
+            [{"params": list(g.parameters.values()), "weight_decay": self._decay(g)} for g in groups],
+            lr=self._rates["adamw"],
+            betas=self.optim.betas,
+            eps=self.optim.eps,
+            fused=True,
+        )
+        for group in adamw.param_groups:
+            for p in group["params"]:
+                # Made here rather than at the first step: a checkpoint is loaded into tensors that exist.
+                adamw.state[p] = {
+                    "step": torch.zeros((), device=p.device),
+                    "exp_avg": torch.zeros_like(p),
+                    "exp_avg_sq": torch.zeros_like(p),
+                }
+        return adamw
+
+    def _decay(self, group: Group) -> float:
+        return self.optim.weight_decay if group.rule.decays else 0.0
+
+    def table(self) -> list[Row]:
+        """The groups as they are printed."""
+        return [
+            Row(g.rule.name, g.rule.method, len(g.parameters), g.numbers, self.peak[g.rule.method], self._decay(g))
+            for g in self.groups
+        ]
+
+    def set_rates(self, lr_scale: float) -> None:
+        """The one place where rates change: every method's rate becomes `lr_scale` times its peak."""
+        for method, rate in self._rates.items():
+            rate.fill_(lr_scale * self.peak[method])
+
+    @torch.no_grad()
+    def step(self, lr_scale: float) -> None:
+        """Update every parameter that has a gradient. The gradients are read, not cleared."""
+        self.set_rates(lr_scale)
+        for factor in self._factors:
+            self._step_factor(factor)
+        for names in self._by_shape:
+            self._step_dense([name for name in names if self._dense[name].grad is not None])
+        self._adamw.step()
+
+    def _step_factor(self, factor: Factor) -> None:
+        if factor.high.grad is None:
+            return
+        grad = factor.rows(factor.high.grad.float())
+        momentum = self._momentum[factor.name]
+        master, moved = muon.muon_factor_step(
+            factor.rows(factor.master()),
+            grad,
+            factor.rows(momentum),
+            lr=self._rates["factor"],
+            beta=self.optim.momentum,
+            nesterov=self.optim.nesterov,
+            steps=self.optim.newton_schulz_steps,
+            retract=self.optim.retract,
+            active=(grad != 0).flatten(-2).any(-1),
+        )
+        factor.set_master(factor.unrows(master))
+        momentum.copy_(factor.unrows(moved))
+
+    def _step_dense(self, names: list[str]) -> None:
+        if not names:
+            return
+        beta = self.optim.momentum
+        updates = []
+        for name in names:
+            grad, momentum = self._seen(name, self._grad(name)).float(), self._momentum[name]
+            momentum.lerp_(grad, 1 - beta)
+            updates.append(grad.lerp(momentum, beta) if self.optim.nesterov else momentum)
+        # Stacked copies: orthogonalizing must never touch the momentum itself.
+        stacked = torch.stack(updates)
+        rows, columns = stacked.shape[-2:]
+        tall = rows > columns
+        orthogonal = muon.orthogonalize(stacked.mT if tall else stacked, steps=self.optim.newton_schulz_steps)
+        orthogonal = (orthogonal.mT if tall else orthogonal) * max(1.0, rows / columns) ** 0.5
+        rate = self._rates["muon"]
+        for name, update in zip(names, orthogonal.unbind(0), strict=True):
+            seen = self._seen(name, self._dense[name])
+            seen.mul_(1 - rate * self.optim.weight_decay).sub_(update * rate)
+
+    def _grad(self, name: str) -> Tensor:
+        grad = self._dense[name].grad
+        assert grad is not None
+        return grad
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """`momentum.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME` and `updates.NAME` (AdamW's step count); live tensors."""
+        state = {f"momentum.{name}": tensor for name, tensor in self._momentum.items()}
+        for name, p in self._named("adamw").items():
+            held = self._adamw.state[p]
+            state |= {f"updates.{name}": held["step"]}
+            state |= {f"{key}.{name}": held[key] for key in ("exp_avg", "exp_avg_sq")}
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Copy `state_dict` into the tensors that exist; nothing is copied unless every name and shape fits."""
+        held = self.state_dict()
+        wrong = sorted(held.keys() ^ state_dict.keys()) or [n for n in held if held[n].shape != state_dict[n].shape]
+        if wrong:
+            raise ValueError(
+                f"Optimizer: the saved state does not fit this model: {len(wrong)} tensors differ, the first "
+                f"is '{wrong[0]}'; resume with the configuration that the state was saved with"
+            )
+        for name, tensor in held.items():
+            tensor.copy_(state_dict[name])
+
+
+def _matching(factors: list[Factor], claimed: dict[str, nn.Parameter]) -> list[Factor]:
+    """`factors`, if they are exactly the parameters that the factor group claimed."""
+    if {factor.name for factor in factors} != set(claimed):
+        raise ValueError(
+            f"Optimizer: the model's factors {sorted(f.name for f in factors)} and the group's parameters "
+            f"{sorted(claimed)} differ; change the rule of the group 'factors'"
+        )
+    return factors
+
+
+def _by_shape(tensors: dict[str, Tensor]) -> list[list[str]]:
+    names: dict[torch.Size, list[str]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        names[tensor.shape].append(name)
+    return list(names.values())

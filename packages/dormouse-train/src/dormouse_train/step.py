@@ -1,0 +1,94 @@
+"""One optimizer update: forward and backward of each micro-batch, the norm, the check, the clip, the update."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from dormouse_model.loss import bits_per_byte, next_byte_loss
+from torch import Tensor
+
+from dormouse_train.optim.schedule import rate
+
+if TYPE_CHECKING:
+    from dormouse_model import Dormouse
+
+    from dormouse_train.config import Config
+    from dormouse_train.data.batches import Batches
+    from dormouse_train.optim.optimizer import Optimizer
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step measured. `loss` (nats, balance loss included) and `train_bpb` are before the update."""
+
+    loss: float
+    train_bpb: float
+    grad_norm: float
+    """Global norm before the clip."""
+    skipped: bool
+    expert_counts: Tensor
+    """[L, E] int64: rows an expert got, over all micro-batches."""
+
+
+def train_step(
+    model: Dormouse, optimizer: Optimizer, batches: Batches, step: int, config: Config, device: torch.device
+) -> StepResult:
+    """Update `model` once on the rows of `step` (counted from 0), or leave all as it was if anything is not finite.
+
+    The loss is cross-entropy + `balance_loss_coef` * balance loss, averaged over `train.accumulate` micro-batches: the
+    cross-entropy equals that of one batch of all the rows to rounding, the balance loss is a mean of micro-batches'.
+    bf16 autocast on CUDA, fp32 on a CPU. Where the loss or the global gradient norm is infinite or NaN no parameter
+    and no optimizer state changes; clipping alone would not save them, as 0 * inf is NaN.
+    """
+    for parameter in model.parameters():
+        parameter.grad = None
+        # Micro-batches are summed in fp32: a bf16 sum would lose what the later ones add.
+        parameter.grad_dtype = torch.float32 if config.train.accumulate > 1 else parameter.dtype
+    cross_entropy, loss, counts = _gradients(model, batches, step, config, device)
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = global_norm(grads)
+    finite = math.isfinite(loss) and math.isfinite(norm)
+    if finite:
+        torch._foreach_mul_(grads, clip_coefficient(norm, config.train.clip))
+        optimizer.step(rate(step, config.train))
+    return StepResult(loss, bits_per_byte(cross_entropy), norm, not finite, counts)
+
+
+def _gradients(
+    model: Dormouse, batches: Batches, step: int, config: Config, device: torch.device
+) -> tuple[float, float, Tensor]:
+    """Add the step's gradients to `.grad`; mean cross-entropy and loss in nats, and the summed expert counts."""
+    accumulate = config.train.accumulate
+    cross_entropy, loss, counts = torch.zeros((), device=device), torch.zeros((), device=device), torch.zeros(())
+    for micro in range(accumulate):
+        rows = torch.from_numpy(batches.at(step, micro, accumulate)).to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            out = model(rows[:, :-1])
+        part = next_byte_loss(out.logits, rows[:, 1:])
+        total = part + config.experts.balance_loss_coef * out.balance_loss
+        (total / accumulate).backward()
+        cross_entropy += part.detach() / accumulate
+        loss += total.detach() / accumulate
+        counts = counts.to(device) + out.expert_counts
+    return float(cross_entropy), float(loss), counts
+
+
+def global_norm(tensors: list[Tensor]) -> float:
+    """`sqrt(sum of squares)` of all numbers, in fp64: a gradient of 1e20 has a norm where fp32 squares overflow."""
+    if not tensors:
+        return 0.0
+    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
+    return float(torch.linalg.vector_norm(torch.stack(norms)))
+
+
+def clip_coefficient(norm: float, clip: float) -> float:
+    """`min(1, clip / norm)`: what brings a finite `norm` down to `clip`.
+
+    Errors: `ValueError` for a `clip` that is not positive, which would turn gradients around.
+    """
+    if not clip > 0:
+        raise ValueError(f"clip_coefficient: clip is {clip}; give a positive bound")
+    return min(1.0, clip / norm) if norm > 0 else 1.0
