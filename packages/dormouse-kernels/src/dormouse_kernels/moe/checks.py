@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from dormouse_kernels.moe.route import Routing
@@ -18,15 +20,14 @@ def check_shape(op: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...]
         )
 
 
-def check_floats(op: str, device: torch.device, tensors: dict[str, torch.Tensor | None]) -> None:
-    """`TypeError` for a dtype that is no float, `ValueError` for a tensor that is not on `device`."""
+def check_floats(op: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """`TypeError` for a dtype that is no float, `ValueError` for a tensor elsewhere than the first one."""
+    first, device = next((name, tensor.device) for name, tensor in tensors.items())
     for name, tensor in tensors.items():
-        if tensor is None:
-            continue
         if tensor.dtype not in _FLOATS:
             raise TypeError(f"{op}: {name} is {tensor.dtype}; pass float64, float32, bfloat16 or float16")
         if tensor.device != device:
-            raise ValueError(f"{op}: {name} is on {tensor.device} but hidden_states is on {device}; move one of them")
+            raise ValueError(f"{op}: {name} is on {tensor.device} but {first} is on {device}; move one of them")
 
 
 def check_bank(op: str, name: str, bank: torch.Tensor, layout: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,10 +67,12 @@ def latent_glu_experts(
     checks.check_shape(op, "scale", scale, (num_experts, rows), "[E, 2r]")
     if residual is not None:
         checks.check_shape(op, "residual", residual, (tokens, width), "[T, f_pad]")
-    return _experts(
-        op, hidden_states, gate_up_proj, scale, v, top_k_index, top_k_weights, residual, width,
-        routing=routing, capacity=capacity, check_indices=check_indices, implementation=implementation,
+    arguments = _Arguments(
+        hidden_states=hidden_states, gate_up_proj=gate_up_proj, scale=scale, down=v, top_k_weights=top_k_weights,
+        residual=residual, width=width,
     )  # fmt: skip
+    checks.check_floats(op, arguments.floats("v"))
+    return _run(op, arguments, top_k_index, routing, capacity, check_indices, implementation)
 
 
 def glu_experts(
@@ -99,65 +102,78 @@ def glu_experts(
     checks.check_shape(op, "hidden_states", hidden_states, (hidden_states.shape[0], width), "[T, D]")
     checks.check_shape(op, "gate_up_proj", gate_up_proj, (num_experts, 2 * inner, width), "[E, 2I, D]")
     checks.check_shape(op, "down_proj", down_proj, (num_experts, width, inner), "[E, D, I]")
-    return _experts(
-        op, hidden_states, gate_up_proj, None, down_proj, top_k_index, top_k_weights, None, width,
-        routing=routing, capacity=capacity, check_indices=check_indices, implementation=implementation,
+    arguments = _Arguments(
+        hidden_states=hidden_states, gate_up_proj=gate_up_proj, scale=None, down=down_proj,
+        top_k_weights=top_k_weights, residual=None, width=width,
     )  # fmt: skip
+    checks.check_floats(op, arguments.floats("down_proj"))
+    return _run(op, arguments, top_k_index, routing, capacity, check_indices, implementation)
 
 
-def _experts(
+@dataclass(frozen=True)
+class _Arguments:
+    """The floats of a pass once their shapes are known to fit; `down` is V or the down projection."""
+
+    hidden_states: torch.Tensor
+    gate_up_proj: torch.Tensor
+    scale: torch.Tensor | None
+    down: torch.Tensor
+    top_k_weights: torch.Tensor
+    residual: torch.Tensor | None
+    width: int
+
+    def floats(self, down: str) -> dict[str, torch.Tensor]:
+        """The tensors by the names that the caller knows them by."""
+        named = {
+            "hidden_states": self.hidden_states,
+            "gate_up_proj": self.gate_up_proj,
+            "scale": self.scale,
+            down: self.down,
+            "top_k_weights": self.top_k_weights,
+            "residual": self.residual,
+        }
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def operands(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(hidden_states, gate_up_proj, down), cast as autocast would cast a linear layer's operands."""
+        operands = self.hidden_states, self.gate_up_proj, self.down
+        device = self.hidden_states.device.type
+        if not torch.is_autocast_enabled(device) or torch.float64 in {operand.dtype for operand in operands}:
+            return operands
+        dtype = torch.get_autocast_dtype(device)
+        return operands[0].to(dtype), operands[1].to(dtype), operands[2].to(dtype)
+
+
+def _run(
     op: str,
-    hidden_states: torch.Tensor,
-    gate_up_proj: torch.Tensor,
-    scale: torch.Tensor | None,
-    down: torch.Tensor,
+    arguments: _Arguments,
     top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    residual: torch.Tensor | None,
-    width: int,
-    *,
     routing: Routing | None,
     capacity: int | None,
     check_indices: bool,
     implementation: str,
 ) -> torch.Tensor:
-    """What the two passes share once their shapes are known to fit: the other checks, the choice, the counts."""
-    device = hidden_states.device
-    floats = {"hidden_states": hidden_states, "gate_up_proj": gate_up_proj, "scale": scale, "down_proj": down}
-    if op == "latent_glu_experts":
-        floats["v"] = floats.pop("down_proj")
-    checks.check_floats(op, device, {**floats, "top_k_weights": top_k_weights, "residual": residual})
+    """What the passes share: the checks of routing, the choice, the counts, the autograd function."""
+    hidden_states, gate_up_proj, down = arguments.operands()
     num_experts = gate_up_proj.shape[0]
-    checks.check_routing(op, num_experts, hidden_states, top_k_index, top_k_weights, routing)
+    checks.check_routing(op, num_experts, hidden_states, top_k_index, arguments.top_k_weights, routing)
     checks.check_capacity(op, capacity)
-    if torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
-        hidden_states, gate_up_proj, down = (
-            tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
-            for tensor in (hidden_states, gate_up_proj, down)
-        )
-    operands = torch.promote_types(torch.promote_types(hidden_states.dtype, gate_up_proj.dtype), down.dtype)
+    dtype = torch.promote_types(torch.promote_types(hidden_states.dtype, gate_up_proj.dtype), down.dtype)
+    device = hidden_states.device.type
     choice = choose(
-        op,
-        implementation=implementation,
-        T=hidden_states.shape[0],
-        k=top_k_index.shape[1],
-        num_experts=num_experts,
-        d=hidden_states.shape[1],
-        r=down.shape[2],
-        f=down.shape[1],
-        dtype=operands,
-        device=device.type,
-    )
+        op, implementation=implementation, T=hidden_states.shape[0], k=top_k_index.shape[1], num_experts=num_experts,
+        d=hidden_states.shape[1], r=down.shape[2], f=down.shape[1], dtype=dtype, device=device,
+    )  # fmt: skip
     if routing is None:
         routing = route(top_k_index, num_experts)
     if check_indices:
         checks.check_indices_in_range(op, routing)
     _count(f"moe.{op}", choice.implementation, routing, capacity)
-    with torch.autocast(device.type, enabled=False):
+    layout = _LAYOUTS[choice.implementation](routing, capacity, dtype)
+    with torch.autocast(device, enabled=False):
         return _ExpertPass.apply(
-            hidden_states, gate_up_proj, scale, down, top_k_weights, residual,
-            width, _LAYOUTS[choice.implementation](routing, capacity, operands), operands,
+            hidden_states, gate_up_proj, arguments.scale, down, arguments.top_k_weights, arguments.residual,
+            arguments.width, layout, dtype,
         )  # fmt: skip
 
 
@@ -185,7 +201,7 @@ class _ExpertPass(torch.autograd.Function):
         residual: torch.Tensor | None,
         width: int,
         layout: Layout,
-        operands: torch.dtype,
+        dtype: torch.dtype,
     ) -> torch.Tensor:
         out, pq = gated.forward(layout, hidden_states, gate_up_proj, scale, down, top_k_weights, width)
         f = down.shape[1]
@@ -194,7 +210,7 @@ class _ExpertPass(torch.autograd.Function):
         ctx.save_for_backward(hidden_states, gate_up_proj, scale, down, top_k_weights, pq)
         ctx.layout = layout
         ctx.residual_dtype = None if residual is None else residual.dtype
-        return out.to(operands)
+        return out.to(dtype)
 
     @staticmethod
     @once_differentiable
