@@ -83,20 +83,15 @@ class Dormouse(nn.Module):
 
     def init_state(self, batch_size: int, device: torch.device | str | None = None) -> State:
         """The state before the first byte of `batch_size` sequences: zeros."""
-        model = self.config.model
-        like = self.embedding.weight
+        model, like = self.config.model, self.embedding.weight
         device = like.device if device is None else torch.device(device)
         recurrent = (batch_size, model.num_heads, model.head_dim, model.head_dim)
-        tail = (batch_size, self.config.kda.conv_size - 1, self.config.inner)
-        return State(
-            tuple(
-                KDAState(
-                    torch.zeros(recurrent, device=device, dtype=torch.promote_types(like.dtype, torch.float32)),
-                    *(torch.zeros(tail, device=device, dtype=like.dtype) for _ in range(3)),
-                )
-                for _ in range(model.iterations)
-            )
+        tails = (batch_size, self.config.kda.conv_size - 1, 3 * self.config.inner)
+        zero = KDAState(
+            torch.zeros(recurrent, device=device, dtype=torch.promote_types(like.dtype, torch.float32)),
+            torch.zeros(tails, device=device, dtype=like.dtype),
         )
+        return State((zero,) * model.iterations)
 
     def factors(self) -> list[Factor]:
         """The expert factors with their split masters, routed then shared."""

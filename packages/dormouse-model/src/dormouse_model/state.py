@@ -16,22 +16,20 @@ from torch import Tensor
 class KDAState:
     """One iteration's memory of the past.
 
-    `recurrent` [B, H, K, K] fp32 (keys by values); `q_tail`, `k_tail`, `v_tail` [B, W-1, H*K], the last inputs of the
-    three short convolutions, before their activation.
+    `recurrent` [B, H, K, K] fp32 (keys by values); `tails` [B, W-1, 3 H K], the last inputs of the short convolutions
+    of q, k and v, one beside the other.
     """
 
     recurrent: Tensor
-    q_tail: Tensor
-    k_tail: Tensor
-    v_tail: Tensor
+    tails: Tensor
 
     def map(self, function: Callable[[Tensor], Tensor]) -> KDAState:
         """The state with `function` applied to each tensor."""
         return KDAState(*(function(t) for t in self.tensors()))
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The four tensors in the order of the fields."""
-        return self.recurrent, self.q_tail, self.k_tail, self.v_tail
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """The tensors in the order of the fields."""
+        return self.recurrent, self.tails
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Causal depthwise convolution as a few shifted multiply-adds.
+"""Causal depthwise convolution.
 
 Letters: `B` sequences, `T` bytes, `D` channels, `W` taps.
 """
@@ -6,6 +6,7 @@ Letters: `B` sequences, `T` bytes, `D` channels, `W` taps.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -13,14 +14,12 @@ def causal_conv(x: Tensor, weight: Tensor, tail: Tensor | None = None) -> tuple[
     """`y_t = sum_w weight_w x_(t-W+1+w)`, with `tail` standing before the first byte.
 
     `x` [B, T, D], `weight` [D, 1, W] (torch's conv1d layout), `tail` [B, W-1, D], None is zeros. Returns `y` [B, T, D]
-    and the tail of what follows, the last W-1 inputs.
+    and the tail of what follows, the last W-1 inputs; T may be shorter than W-1.
     """
-    taps = weight.shape[-1]
     if tail is None:
-        tail = x.new_zeros(x.shape[0], taps - 1, x.shape[-1])
+        tail = x.new_zeros(x.shape[0], weight.shape[-1] - 1, x.shape[-1])
     seen = torch.cat([tail.to(x.dtype), x], 1)
-    length = x.shape[1]
-    y = seen[:, :length] * weight[:, 0, 0]
-    for tap in range(1, taps):
-        y = torch.addcmul(y, seen[:, tap : tap + length], weight[:, 0, tap])
-    return y, seen[:, length:]
+    # [B, T, D] is an image of height one in channels-last order: forward and backward take half the time of conv1d.
+    image = seen.mT.unsqueeze(2)
+    y = F.conv2d(image, weight.unsqueeze(2).to(x.dtype), groups=x.shape[-1])
+    return y.squeeze(2).mT, seen[:, x.shape[1] :]

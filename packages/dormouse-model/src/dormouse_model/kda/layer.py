@@ -51,14 +51,15 @@ class KDA(nn.Module):
     def forward(self, hidden_states: Tensor, state: KDAState | None = None) -> tuple[Tensor, KDAState]:
         """`[B, T, d]` to (`[B, T, d]`, the state after the last byte); `state` None is the start of a sequence."""
         heads = (self.heads, self.size)
-        tails = (None, None, None) if state is None else (state.q_tail, state.k_tail, state.v_tail)
-        q, q_tail = causal_conv(self.q_proj(hidden_states), self.q_conv.weight, tails[0])
-        k, k_tail = causal_conv(self.k_proj(hidden_states), self.k_conv.weight, tails[1])
-        v, v_tail = causal_conv(self.v_proj(hidden_states), self.v_conv.weight, tails[2])
+        # One product and one convolution for q, k and v: their weights are apart only for the optimizer.
+        weights = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
+        taps = torch.cat([self.q_conv.weight, self.k_conv.weight, self.v_conv.weight])
+        mixed, tails = causal_conv(F.linear(hidden_states, weights), taps, None if state is None else state.tails)
+        q, k, v = F.silu(mixed).unflatten(-1, (3, *heads)).unbind(-3)
         output, recurrent = kda(
-            F.silu(q).unflatten(-1, heads),
-            F.silu(k).unflatten(-1, heads),
-            F.silu(v).unflatten(-1, heads),
+            q,
+            k,
+            v,
             self.decay_up(self.decay_down(hidden_states)).unflatten(-1, heads),
             self.beta_proj(hidden_states).sigmoid(),
             A_log=self.A_log,
@@ -68,4 +69,4 @@ class KDA(nn.Module):
             allow_fallback=self.allow_fallback,
         )
         gate = self.gate_up(self.gate_down(hidden_states)).unflatten(-1, heads).sigmoid()
-        return self.o_proj((self.norm(output) * gate).flatten(-2)), KDAState(recurrent, q_tail, k_tail, v_tail)
+        return self.o_proj((self.norm(output) * gate).flatten(-2)), KDAState(recurrent, tails)
