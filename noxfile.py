@@ -7,6 +7,7 @@ and every group. uv links files from its cache, so torch is fetched and unpacked
 from __future__ import annotations
 
 import datetime
+import sys
 import tomllib
 from pathlib import Path
 
@@ -152,12 +153,15 @@ def release(session: nox.Session) -> None:
         if refusals := refusing(package, version):
             session.error(f"{package} {version} is outside the range of {', '.join(refusals)}: widen it first")
         log = ROOT / folder(package) / "CHANGELOG.md"
-        log.write_text(released(log.read_text(), version, datetime.date.today().isoformat()))
+        try:
+            log.write_text(released(log.read_text(), version, datetime.date.today().isoformat()))
+        except ValueError as error:
+            session.error(f"{package}: {error}")
         session.run("uv", "lock", external=True)
         # What depends on it comes after it in the order.
         concerned = PACKAGES[PACKAGES.index(package) :]
         checks = [f"{check}({name})" for check in ("tests", "wheel") for name in concerned]
-        session.run("nox", "--sessions", "sm120", "docs", *checks, external=True)
+        session.run(sys.executable, "-m", "nox", "--sessions", "sm120", "docs", *checks, external=True)
     except BaseException:
         session.run("git", "checkout", "--", *changed, external=True)
         raise
