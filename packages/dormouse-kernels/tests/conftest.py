@@ -1,8 +1,11 @@
 """What every test here runs under: poisoned memory, and Triton's interpreter where there is no GPU."""
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -27,6 +30,17 @@ def poison() -> Iterator[None]:
     torch.set_deterministic_debug_mode("default")
 
 
+@pytest.fixture(scope="session")
+def planted() -> ModuleType:
+    """The kernels of `planted.py`, which pytest's importlib mode puts on no path."""
+    spec = importlib.util.spec_from_file_location("planted", Path(__file__).with_name("planted.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @dataclass
 class LatentCase:
     """Arguments of `latent_glu_experts`, all random, and a random upstream gradient."""
@@ -45,12 +59,13 @@ class LatentCase:
         names = ("hidden_states", "gate_up_proj", "scale", "v", "top_k_weights", "residual")
         return {name: getattr(self, name) for name in names}
 
-    def to(self, dtype: torch.dtype) -> "LatentCase":
-        """The same values in another float dtype, as new leaves."""
+    def to(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> "LatentCase":
+        """The same values in a float dtype on a device, as new leaves."""
         moved = {}
         for each in fields(self):
             tensor = getattr(self, each.name).detach()
-            moved[each.name] = tensor if each.name == "top_k_index" else tensor.to(dtype, copy=True)
+            kept = tensor.dtype if each.name == "top_k_index" else dtype
+            moved[each.name] = tensor.to(device, kept, copy=True)
             if each.name in self.leaves():
                 moved[each.name].requires_grad_()
         return LatentCase(**moved)

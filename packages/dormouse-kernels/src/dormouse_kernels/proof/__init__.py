@@ -4,6 +4,7 @@
 under SRC without its rows, `--gpu-required` for a GPU row that did not run. Needs pytest.
 """
 
+from dormouse_kernels.proof.canary import surrounded
 from dormouse_kernels.proof.listing import jit_functions, missing
 from dormouse_kernels.proof.plugin import (
     Proof,
@@ -27,4 +28,5 @@ __all__ = [
     "pytest_sessionfinish",
     "pytest_terminal_summary",
     "relative_errors",
+    "surrounded",
 ]

@@ -1,0 +1,84 @@
+"""Routing: stable, sized by (T, k, E) alone, sentinels last."""
+
+import dormouse_kernels
+import pytest
+import torch
+from dormouse_kernels import route
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 9).flatmap(
+        lambda experts: st.tuples(
+            st.just(experts),
+            st.integers(1, 4).flatmap(
+                lambda k: st.lists(
+                    st.lists(st.integers(-2, experts + 1), min_size=k, max_size=k), min_size=1, max_size=20
+                )
+            ),
+        )
+    )
+)
+def test_rows_are_the_slots_sorted_by_expert_and_then_by_slot(drawn):
+    num_experts, index = drawn
+    flat = [expert if 0 <= expert < num_experts else num_experts for row in index for expert in row]
+    order = sorted(range(len(flat)), key=lambda slot: (flat[slot], slot))
+    counts = [flat.count(expert) for expert in range(num_experts)]
+    routing = route(torch.tensor(index), num_experts)
+    assert routing.order.tolist() == order
+    assert routing.inverse.tolist() == [order.index(slot) for slot in range(len(flat))]
+    assert routing.counts.tolist() == counts
+    assert routing.offsets.tolist() == [sum(counts[:expert]) for expert in range(num_experts + 1)]
+    assert routing.tokens.tolist() == [slot // len(index[0]) for slot in order]
+    assert routing.experts.tolist() == sorted(flat)
+    assert int(routing.bad_indices()) == flat.count(num_experts)
+
+
+def test_a_thousand_equal_choices_keep_their_order():
+    routing = route(torch.zeros(1000, 1, dtype=torch.int32), 3)
+    assert torch.equal(routing.order, torch.arange(1000))
+
+
+@pytest.mark.parametrize("shape", [(0, 2), (5, 0), (0, 0)])
+def test_no_rows_give_empty_tensors_and_zero_counts(shape):
+    routing = route(torch.empty(shape, dtype=torch.int64), 4)
+    assert routing.order.shape == routing.inverse.shape == (0,)
+    assert routing.counts.tolist() == [0, 0, 0, 0]
+    assert routing.offsets.tolist() == [0, 0, 0, 0, 0]
+
+
+def test_strides_and_integer_width_do_not_matter():
+    index = torch.tensor([[3, 1], [0, 3], [2, 2]])
+    want = route(index, 4)
+    for same in (index.to(torch.int32), index.T.contiguous().T, torch.stack([index, index], dim=-1)[..., 0]):
+        assert torch.equal(route(same, 4).order, want.order)
+
+
+def test_shapes_and_dtypes_do_not_depend_on_the_indices():
+    """On the meta device there are no indices to look at, so this also proves that nothing is read back."""
+    routing = route(torch.empty(6, 2, dtype=torch.int64, device="meta"), 5)
+    assert (routing.order.shape, routing.inverse.shape) == ((12,), (12,))
+    assert (routing.counts.shape, routing.offsets.shape) == ((5,), (6,))
+    for tensor in (routing.order, routing.inverse, routing.counts, routing.offsets):
+        assert tensor.dtype == torch.int64
+    assert routing.tokens.shape == routing.experts.shape == (12,)
+
+
+def test_a_routing_is_frozen():
+    with pytest.raises(AttributeError):
+        setattr(route(torch.zeros(1, 1, dtype=torch.int64), 1), "num_experts", 2)  # noqa: B010
+
+
+@pytest.mark.parametrize(
+    ("index", "num_experts", "error", "message"),
+    [
+        (torch.zeros(2, 1), 4, TypeError, "top_k_index is torch.float32; pass int32 or int64"),
+        (torch.zeros(2, dtype=torch.int64), 4, ValueError, r"top_k_index has shape \(2,\); pass \[T, k\]"),
+        (torch.zeros(2, 1, dtype=torch.int64), 0, ValueError, "num_experts is 0; pass at least 1"),
+    ],
+)
+def test_route_refuses_what_is_no_routing(index, num_experts, error, message):
+    with pytest.raises(error, match=message):
+        dormouse_kernels.route(index, num_experts)
