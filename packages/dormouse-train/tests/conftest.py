@@ -63,20 +63,33 @@ class Ended:
 
 @dataclass(frozen=True)
 class Commands:
-    """The console scripts of this environment in the folder `here`, with one thread and no CUDA device."""
+    """The console scripts of this environment in the folder `here`, with one thread and no CUDA device.
+
+    `bytecode` is a folder that they share: without bytecode importing torch takes twice as long, each time.
+    """
 
     here: Path
+    bytecode: Path
 
     def start(self, script: str, *arguments: str | Path) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [str(Path(sys.executable).parent / script), *map(str, arguments)],
             cwd=self.here,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"},
+            env=self.environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
+
+    def environment(self) -> dict[str, str]:
+        return os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPYCACHEPREFIX": str(self.bytecode),
+            "PYTHONDONTWRITEBYTECODE": "",
+        }
 
     def __call__(self, script: str, *arguments: str | Path) -> Ended:
         process = self.start(script, *arguments)
@@ -87,23 +100,29 @@ class Commands:
         return self("train", "--config", "tiny.toml", "--data", "words.txt", "--run", run, *arguments)
 
 
-def furnished(folder: Path) -> Commands:
+def furnished(folder: Path, bytecode: Path) -> Commands:
     """`folder` with a tiny configuration and something to train on."""
     (folder / "tiny.toml").write_text(TINY)
     (folder / "words.txt").write_bytes(b"".join(b"the number %d comes before %d\r\n" % (n, n + 1) for n in range(400)))
-    return Commands(folder)
-
-
-@pytest.fixture
-def command(tmp_path: Path) -> Commands:
-    """The commands in a folder of the test's own."""
-    return furnished(tmp_path)
+    return Commands(folder, bytecode)
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
+def bytecode(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the commands of all tests keep their bytecode."""
+    return tmp_path_factory.mktemp("bytecode")
+
+
+@pytest.fixture
+def command(tmp_path: Path, bytecode: Path) -> Commands:
+    """The commands in a folder of the test's own."""
+    return furnished(tmp_path, bytecode)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory, bytecode: Path) -> tuple[Path, Ended]:
     """A run of 6 steps that nothing interrupted, and how its command ended. Copy it before changing it."""
-    command = furnished(tmp_path_factory.mktemp("finished"))
+    command = furnished(tmp_path_factory.mktemp("finished"), bytecode)
     ended = command.train("run")
     assert ended.code == 0, ended.err
     return command.here / "run", ended

@@ -198,6 +198,13 @@ class RandomState:
             torch.cuda.set_rng_state(state_dict["cuda"], self._device)
 
 
+def seed_generators(seed: int) -> None:
+    """Start every global generator at `seed`: two runs of one configuration hold the same `rng` at every step."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
 def _read(folder: Path) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = json.loads((folder / VALUES).read_text(encoding="utf-8"))
     for part, state in found.items():

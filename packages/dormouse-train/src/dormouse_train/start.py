@@ -80,12 +80,14 @@ def _prepare(config: Config, folder: Path, console: Console | None) -> Config:
 
 
 def _device(wanted: str) -> str:
+    if wanted == "cpu":
+        return wanted
     import torch
 
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
         raise UserError(f"--device: torch {torch.__version__} finds no CUDA device here; use --device cpu")
-    return ("cuda" if available else "cpu") if wanted == "auto" else wanted
+    return "cuda" if available else "cpu"
 
 
 def _with_device(config: Config, device: str) -> Config:
@@ -100,7 +102,9 @@ def _pinned(config: Config) -> Config:
 
 def _loop(config: Config, folder: Path, *, resume: bool, console: Console | None) -> Result:
     from dormouse_train import loop
+    from dormouse_train.checkpoint import seed_generators
 
+    seed_generators(config.train.seed)
     return loop.train(config, folder, resume=resume, console=console)
 
 

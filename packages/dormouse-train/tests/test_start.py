@@ -1,0 +1,156 @@
+"""The same runs from Python, in this process."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Generator
+from pathlib import Path
+
+import dormouse_train
+import pytest
+import torch
+from dormouse_model.config import ConfigError
+from dormouse_train.commands import evaluate, generate
+from dormouse_train.config import load_config
+from dormouse_train.errors import UserError
+from dormouse_train.metrics import read
+from safetensors.torch import load_file
+
+LINE = ("step", "loss", "train_bpb", "lr", "grad_norm", "heldout_bpb", "window_bytes", "skipped")
+
+
+@pytest.fixture(autouse=True)
+def here(command, monkeypatch: pytest.MonkeyPatch) -> Generator[Path]:
+    """One thread, and the folder with the tiny configuration as the current one."""
+    monkeypatch.chdir(command.here)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield command.here
+    torch.set_num_threads(threads)
+
+
+def train(run: str | None = "run", **keys: object):
+    overrides = {"data.paths": ["words.txt"], "eval.sample_bytes": 0} | {
+        k.replace("_", ".", 1): v for k, v in keys.items()
+    }
+    return dormouse_train.train("tiny.toml", run=run, overrides=overrides)
+
+
+def model(run: Path | str, step: int) -> dict[str, torch.Tensor]:
+    return load_file(Path(run) / "checkpoints" / f"step-{step}" / "model.safetensors")
+
+
+def assert_equal(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert mine.keys() == theirs.keys()
+    for name, value in mine.items():
+        assert torch.equal(value, theirs[name]), name
+
+
+def test_train_returns_the_score_that_the_run_wrote_and_prints_nothing(capsys: pytest.CaptureFixture[str]):
+    result = train(train_steps=2)
+    assert (result.exit_code, result.step, result.window_bytes) == (0, 2, 649)
+    assert read(Path("run"))[-1]["heldout_bpb"] == result.heldout_bpb
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_configuration_object_trains_like_its_file():
+    config = load_config("tiny.toml", [], {"data.paths": ["words.txt"], "train.steps": 2})
+    dormouse_train.train(config, run="a")
+    train("b", train_steps=2)
+    assert_equal(model("a", 2), model("b", 2))
+    with pytest.raises(ValueError, match="give a changed Config"):
+        dormouse_train.train(config, run="c", sets=["train.steps=3"])
+
+
+def test_without_a_folder_a_new_one_is_made_and_a_resume_finds_the_newest():
+    train(None, train_steps=1)
+    train(None, train_steps=1)
+    first, second = sorted(Path("runs").iterdir())
+    dormouse_train.train(resume=True, sets=["train.decay_fraction=0.3", "log.every=2"])
+    assert load_config(str(second / "config.toml")).log.every == 2
+    assert load_config(str(first / "config.toml")).log.every == 1
+
+
+def test_a_wsd_run_extended_before_its_decay_is_the_longer_run():
+    train("short", train_steps=6, train_decay_fraction=0.5)
+    train("long", train_steps=10, train_decay_fraction=0.5)
+    for step in (4, 5, 6):
+        shutil.rmtree(Path("short") / "checkpoints" / f"step-{step}")
+    dormouse_train.train(run="short", resume=True, overrides={"train.steps": 10})
+    assert_equal(model("short", 10), model("long", 10))
+    assert [line["step"] for line in read(Path("short")) if "loss" in line] == list(range(1, 11))
+    with pytest.raises(UserError, match="at step 5 as it was, the run is at 10"):
+        dormouse_train.train(run="short", resume=True, overrides={"train.steps": 20})
+
+
+def test_a_cosine_run_cannot_be_extended():
+    train("run", train_steps=3, train_schedule="cosine")
+    shutil.rmtree(Path("run") / "checkpoints" / "step-3")
+    with pytest.raises(UserError, match="only the wsd schedule can change its length"):
+        dormouse_train.train(run="run", resume=True, overrides={"train.steps": 9})
+
+
+def test_a_resume_is_exact_over_epochs_and_with_accumulation(here: Path):
+    (here / "words.txt").write_bytes(bytes(range(32, 127)) * 2)  # five windows, twelve rows a step
+    for run in ("whole", "cut"):
+        train(run, train_batch=3, train_accumulate=4)
+    for step in (3, 4, 5, 6):
+        shutil.rmtree(Path("cut") / "checkpoints" / f"step-{step}")
+    dormouse_train.train(run="cut", resume=True)
+    assert_equal(model("cut", 6), model("whole", 6))
+
+
+# Step 3 is just after an evaluation and a sample; step 0 is a run killed before its first checkpoint.
+@pytest.mark.parametrize("step", range(6))
+def test_a_resume_from_any_step_ends_like_a_run_without_interruption(copied: Path, finished, step: int):
+    for later in range(step + 1, 7):
+        shutil.rmtree(copied / "checkpoints" / f"step-{later}")
+    dormouse_train.train(run=copied, resume=True)
+    assert_equal(model(copied, 6), model(finished[0], 6))
+    mine, theirs = ([{k: line.get(k) for k in LINE} for line in read(run)] for run in (copied, finished[0]))
+    assert mine == theirs
+
+
+def test_a_run_may_be_resumed_from_another_folder(here: Path, monkeypatch: pytest.MonkeyPatch):
+    train("run", train_steps=2)
+    shutil.rmtree(here / "run" / "checkpoints" / "step-2")
+    (here / "elsewhere").mkdir()
+    monkeypatch.chdir(here / "elsewhere")
+    assert dormouse_train.train(run=here / "run", resume=True).step == 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"data_paths": ["none"]}, "does not exist"),
+        ({"train_seq": 20_000}, "needs 20001"),
+        ({"train_step": 1}, "train.step"),
+    ],
+)
+def test_a_run_that_cannot_begin_leaves_no_folder(keys: dict[str, object], says: str):
+    with pytest.raises((UserError, ConfigError), match=says):
+        train("run", **keys)
+    assert not Path("run").exists()
+
+
+def test_a_finished_run_resumed_changes_nothing_but_scores_again():
+    first = train("run", train_steps=2)
+    again = dormouse_train.train(run="run", resume=True)
+    assert (again.step, again.heldout_bpb) == (2, first.heldout_bpb)
+
+
+def test_other_bytes_are_scored_whole_and_a_seed_repeats_what_is_written(copied: Path, capsys):
+    Path("other.txt").write_bytes(bytes(1000))
+    evaluate.command(copied, ["other.txt"])
+    assert capsys.readouterr().out.endswith(" BPB over 1,000 bytes (other.txt)\n")
+    texts = []
+    for seed in (1, 1, 2):
+        generate.command(copied, b"the ", 40, temperature=1.5, seed=seed)
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_eval_of_a_partial_checkpoint_names_it(copied: Path):
+    (copied / "checkpoints" / "step-6" / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"step-6/model.safetensors is missing"):
+        evaluate.command(copied, [])
