@@ -50,83 +50,82 @@ def _chunks(x: Tensor, padding: int) -> Tensor:
     return x.unflatten(1, (-1, CHUNK)).permute(1, 0, 3, 2, 4).flatten(1, 2)
 
 
-def _below(diagonal: int, like: Tensor) -> Tensor:
-    """Ones at and below `diagonal`, [C, C]: multiplying by it takes a ninth of the time of `tril` on a CPU."""
-    return torch.ones(CHUNK, CHUNK, dtype=like.dtype, device=like.device).tril(diagonal)
+def _below(diagonal: int, like: Tensor, value: float = 1.0) -> Tensor:
+    """`value` at and below `diagonal`, [C, C]: multiplying by it takes a ninth of the time of `tril` on a CPU."""
+    return torch.full((CHUNK, CHUNK), value, dtype=like.dtype, device=like.device).tril_(diagonal)
 
 
 class _Rule(torch.autograd.Function):
-    """Names as in `chunk`: `grown` e^G, `keys` k e^-G, `rows` [q e^G; k e^G] one above the other, both anchored."""
+    """Names as in `chunk`. `grown` is e^G, `keys` k e^-G, `rows` [q e^G; k e^G] one above the other, all anchored.
+
+    With `inverse` = (1 + beta A)^-1, `values` and `weights` are inverse (beta v) and inverse (beta k e^G), so that
+    `u = values - weights S`; `next = e^G_last (S + keys^T u)`. Constants ride on the small [C, C] matrices and on the
+    products' own factors: a pass over a tensor of q's size costs as much as a product.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        size = v.shape[-1]
         grown = g.cumsum(-2).exp_().mul_(ANCHOR)
         keys = k / grown
-        rows = torch.cat([q * (grown * scale), k * grown], -2)
+        rows = torch.cat([q * grown, k * grown], -2)
         attention, similarity = (rows @ keys.mT).split(CHUNK, -2)
-        attention, similarity = attention * _below(0, q), similarity * _below(-1, q)
+        attention, similarity = attention * _below(0, q, scale), similarity * _below(-1, q)
         one = torch.eye(CHUNK, dtype=q.dtype, device=q.device).expand_as(similarity)
         inverse = torch.linalg.solve_triangular(similarity * beta, one, upper=False, unitriangular=True)
-        solved = inverse @ (torch.cat([v, rows[..., CHUNK:, :]], -1) * beta)
-        values, weights = solved[..., :size], solved[..., size:] / ANCHOR
-        last = grown[..., -1:, :]
-        carried, decay = keys * last, (last / ANCHOR).mT
-        before, updates = [], []
+        mixed = inverse * beta.mT
+        values, weights = mixed @ v, (mixed / ANCHOR) @ rows[..., CHUNK:, :]
+        last = grown[..., -1:, :].mT
+        states, update = q.new_empty(q.shape[0] + 1, *state.shape), torch.empty_like(v)
+        states[0] = state
         for n in range(q.shape[0]):
-            before.append(state)
-            updates.append(torch.baddbmm(values[n], weights[n], state, alpha=-1))
-            state = torch.baddbmm(state * decay[n], carried[n].mT, updates[n])
-        states, update = torch.stack(before), torch.stack(updates)
-        output = attention @ update + (rows[..., :CHUNK, :] @ states) / ANCHOR
+            torch.baddbmm(values[n], weights[n], states[n], alpha=-1, out=update[n])
+            torch.baddbmm(states[n], keys[n].mT, update[n], beta=1 / ANCHOR, out=states[n + 1]).mul_(last[n])
+        output = _add_product((rows[..., :CHUNK, :] @ states[:-1]), attention, update, scale / ANCHOR)
         ctx.save_for_backward(
-            q, k, v, beta, grown, keys, rows, attention, similarity, inverse, solved, weights, carried, states, update
+            q, k, v, beta, grown, keys, rows, attention, similarity, inverse, values, weights, states, update
         )
         ctx.scale = scale
-        return output, state
+        return output, states[-1].clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_output: Tensor, d_state: Tensor) -> tuple[Tensor | None, ...]:
-        (q, k, v, beta, grown, keys, rows, attention, similarity, inverse, solved, weights, carried, states, update) = (
+        q, k, v, beta, grown, keys, rows, attention, similarity, inverse, values, weights, states, update = (
             ctx.saved_tensors
         )
-        size = v.shape[-1]
-        queries = rows[..., :CHUNK, :]
-        decay = (grown[..., -1:, :] / ANCHOR).mT
-        # The scan, backwards: after it d_states[n] is the gradient of the state after chunk n.
-        through_output = (queries.mT @ d_output) / ANCHOR
-        from_output = attention.mT @ d_output
-        after, d_updates = [], []
+        scale = ctx.scale
+        last = grown[..., -1:, :].mT
+        # The scan, backwards. d_inner[n] is the gradient of S + keys^T u of chunk n.
+        through_output, d_update = rows[..., :CHUNK, :].mT @ d_output, attention.mT @ d_output
+        d_inner = torch.empty_like(through_output)
         for n in reversed(range(q.shape[0])):
-            after.append(d_state)
-            d_updates.append(torch.baddbmm(from_output[n], carried[n], d_state))
-            d_state = torch.baddbmm(
-                torch.addcmul(through_output[n], d_state, decay[n]), weights[n].mT, d_updates[-1], alpha=-1
-            )
-        d_states, d_update = torch.stack(after[::-1]), torch.stack(d_updates[::-1])
-        d_carried = update @ d_states.mT
-        d_last = (d_carried * carried).sum(-2) + (d_states * states).sum(-1) * decay.squeeze(-1)
+            torch.mul(d_state, last[n], out=d_inner[n])
+            d_update[n].baddbmm_(keys[n], d_inner[n])
+            through = torch.add(d_inner[n], through_output[n], alpha=scale)
+            d_state = through.baddbmm_(weights[n].mT, d_update[n], beta=1 / ANCHOR, alpha=-1)
+        d_last = (d_inner * states[1:]).sum(-1) / last.squeeze(-1)
+        before = states[:-1].mT
         # The triangular solve: X = (1 + beta A)^-1 R, so dR = (1 + beta A)^-T dX and d(beta A) = -dR X^T.
-        d_weights = (d_update @ states.mT) / -ANCHOR
-        d_right = inverse.mT @ torch.cat([d_update, d_weights], -1)
-        d_system = (d_right @ solved.mT) * -_below(-1, q)
-        d_beta = (d_right[..., :size] * v).sum(-1) + (d_right[..., size:] * rows[..., CHUNK:, :]).sum(-1)
-        d_beta = (d_beta + (d_system * similarity).sum(-1)).unsqueeze(-1)
-        d_right = d_right * beta
+        d_values, d_weights = inverse.mT @ d_update, (inverse / -ANCHOR).mT @ (d_update @ before)
+        d_system = _add_product(d_values @ values.mT, d_weights, weights.mT, 1.0, ANCHOR) * _below(-1, q, -1.0)
+        d_beta = (d_values * v).sum(-1) + (d_weights * rows[..., CHUNK:, :]).sum(-1) + (d_system * similarity).sum(-1)
+        d_v, d_grown_keys = d_values.mul_(beta), d_weights.mul_(beta)
         # The scores.
-        d_attention = (d_output @ update.mT) * _below(0, q)
-        d_scores = torch.cat([d_attention, d_system * beta], -2)
-        d_rows = d_scores @ keys
-        d_keys = d_scores.mT @ rows + d_carried * grown[..., -1:, :]
-        d_queries = d_rows[..., :CHUNK, :] + (d_output @ states.mT) / ANCHOR
-        d_grown_keys = d_rows[..., CHUNK:, :] + d_right[..., size:]
-        d_q = d_queries * (grown * ctx.scale)
-        d_up, d_down = d_grown_keys * grown, d_keys / grown
-        d_total = d_q * q + (d_up - d_down) * k
+        d_attention, d_similarity = (d_output @ update.mT) * _below(0, q, scale), d_system * beta
+        d_scores = torch.cat([d_attention, d_similarity], -2)
+        d_q = _add_product(d_output @ before, d_attention, keys, scale / ANCHOR).mul_(grown)
+        d_up = _add_product(d_grown_keys, d_similarity, keys, 1.0).mul_(grown)
+        d_down = _add_product(update @ d_inner.mT, d_scores.mT, rows, 1.0).div_(grown)
+        d_total = torch.addcmul(d_q * q, d_up - d_down, k)
         d_total[..., -1, :] += d_last
         # g_t reaches every G from t on.
         d_g = _below(0, q).mT @ d_total
-        return d_q, d_up + d_down, d_right[..., :size], d_g, d_beta, d_state, None
+        return d_q, d_up.add_(d_down), d_v, d_g, d_beta.unsqueeze(-1), d_state, None
+
+
+def _add_product(base: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float = 1.0) -> Tensor:
+    """`beta base + alpha left right` written over `base`, all `[N, X, ., .]`."""
+    base.flatten(0, 1).baddbmm_(left.flatten(0, 1), right.flatten(0, 1), beta=beta, alpha=alpha)
+    return base
