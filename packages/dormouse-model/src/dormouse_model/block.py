@@ -1,7 +1,7 @@
 """The looped block: a controller that mixes linear attention, a memory branch and experts.
 
     u = RMSNorm(h + e)      ga, gm, gf = sigmoid(W_c [u, x])
-    block(h) = ga KDA(u) + Memory(u, gm) + gf Experts(u)
+    h = h + alpha ( ga KDA(u) + Memory(u, gm) + gf Experts(u) )      Memory(u, g) = (1 - memory_max g) W_m u
 
 Letters: `B` sequences, `T` bytes, `d` model, `E` experts.
 """
@@ -22,9 +22,9 @@ from dormouse_model.state import KDAState
 
 
 class BlockOutput(NamedTuple):
-    """`update` [B, T, d] to add to the stream, `balance_loss` [], `expert_counts` [E] int64, and the next state."""
+    """`hidden` [B, T, d] after the block, `balance_loss` [], `expert_counts` [E] int64, and the next state."""
 
-    update: Tensor
+    hidden: Tensor
     balance_loss: Tensor
     expert_counts: Tensor
     state: KDAState
@@ -46,20 +46,24 @@ class Controller(nn.Module):
 
 
 class Memory(nn.Module):
-    """`(1 - memory_max g) W_m u`: the gate takes at most `memory_max` of the dense path."""
+    """`W_m u`, the dense path; `share` says how much of it is kept."""
 
     def __init__(self, d_model: int, memory_max: float, *, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.memory_max = memory_max
         self.weight = nn.Parameter(torch.empty(d_model, d_model, device=device))
 
-    def forward(self, u: Tensor, gate: Tensor) -> Tensor:
-        """`u` [B, T, d], `gate` [B, T, 1] to [B, T, d]."""
-        return F.linear(u, self.weight) * (1 - self.memory_max * gate)
+    def share(self, gate: Tensor) -> Tensor:
+        """`1 - memory_max gate`: whatever the gate says, the dense path keeps at least `1 - memory_max` of itself."""
+        return 1 - self.memory_max * gate
+
+    def forward(self, u: Tensor) -> Tensor:
+        """`[..., d]` to `[..., d]`."""
+        return F.linear(u, self.weight)
 
 
 class Block(nn.Module):
-    """The one block that every iteration applies."""
+    """`h + alpha ( ga KDA(u) + (1 - memory_max gm) W_m u + gf Experts(u) )`: the block that every iteration applies."""
 
     def __init__(self, config: ModelConfig, *, device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -70,11 +74,16 @@ class Block(nn.Module):
         self.memory = Memory(width, config.model.memory_max, device=device)
         self.experts = Experts(width, config.experts, device=device)
 
-    def forward(self, hidden: Tensor, x: Tensor, embedding: Tensor, state: KDAState | None) -> BlockOutput:
-        """`hidden`, `x` [B, T, d], `embedding` [d] of this iteration, `state` of this iteration or None."""
+    def forward(
+        self, hidden: Tensor, x: Tensor, embedding: Tensor, alpha: Tensor, state: KDAState | None
+    ) -> BlockOutput:
+        """`hidden`, `x` [B, T, d], `embedding` [d] of this iteration, `alpha` [], `state` of this iteration or None."""
         u = self.norm(hidden + embedding)
         attention_gate, memory_gate, expert_gate = self.controller(u, x)
         attended, after = self.kda(u, state)
         experts, loss, counts = self.experts(u.flatten(0, 1))
-        update = attention_gate * attended + self.memory(u, memory_gate) + expert_gate * experts.view_as(u)
-        return BlockOutput(update, loss, counts, after)
+        # alpha scales the gates [B, T, 1] rather than the sum [B, T, d].
+        hidden = torch.addcmul(hidden, self.memory(u), alpha * self.memory.share(memory_gate))
+        hidden = torch.addcmul(hidden, attended, alpha * attention_gate)
+        hidden = torch.addcmul(hidden, experts.view_as(u), alpha * expert_gate)
+        return BlockOutput(hidden, loss, counts, after)

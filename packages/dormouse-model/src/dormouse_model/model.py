@@ -1,7 +1,7 @@
 """Dormouse: bytes in, logits of the next byte out, one block applied L times.
 
     x = Embedding(bytes);  h = x
-    for i < L:  h = h + alpha block(h, x, e_i);  out = out + W_o h
+    for i < L:  h = block(h, x, e_i, alpha);  out = out + W_o h
     logits = W_head RMSNorm(out)
 
 Letters: `B` sequences, `T` bytes, `d` model, `E` experts, `L` iterations.
@@ -68,8 +68,7 @@ class Dormouse(nn.Module):
         for i, embedding in enumerate(self.iteration_embedding.unbind(0)):
             # Iteration i continues iteration i of the bytes before, never iteration i-1 of these.
             before = None if state is None else state.iterations[i]
-            update, loss, count, next_state = self.block(hidden, x, embedding, before)
-            hidden = torch.addcmul(hidden, self.alpha, update)
+            hidden, loss, count, next_state = self.block(hidden, x, embedding, self.alpha, before)
             # The readout is linear: one product of the sum is the sum of the products.
             total = hidden if total is None else total + hidden
             losses.append(loss)

@@ -17,8 +17,7 @@ from dormouse_model.kda import selection
 from dormouse_model.kda.bounded import LOWEST, bounded_chunk_delta_rule
 from dormouse_model.kda.chunk import chunk_delta_rule
 from dormouse_model.kda.recurrent import recurrent_delta_rule
-
-NORM_EPS = 1e-6
+from dormouse_model.norm import unit
 
 
 def kda(
@@ -85,17 +84,12 @@ def kda(
     return output.to(v.dtype), state
 
 
-def unit(x: Tensor) -> Tensor:
-    """`x / sqrt(sum(x^2) + 1e-6)` over the last dimension: zero stays zero, with a finite gradient."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
-
-
 def log_decay(gate: Tensor, A_log: Tensor, dt_bias: Tensor | None, lower_bound: float | None) -> Tensor:
     """`lower_bound * sigmoid(e^(A_log) (gate + dt_bias))`, [B, T, H, K]."""
     assert lower_bound is not None
-    if dt_bias is not None:
-        gate = gate + dt_bias.view(gate.shape[-2:])
-    return lower_bound * torch.sigmoid(A_log.exp().unsqueeze(-1) * gate)
+    slope = A_log.exp().unsqueeze(-1)
+    raw = gate * slope if dt_bias is None else torch.addcmul(slope * dt_bias.view(gate.shape[-2:]), gate, slope)
+    return raw.sigmoid() * lower_bound
 
 
 @functools.lru_cache(maxsize=1)
