@@ -64,7 +64,7 @@ def test_the_default_corpus_holds_out_about_a_twentieth(tmp_path: Path):
     data = opened(tmp_path / "run")
     total = len(data.train) + len(data.heldout)
     assert total > 8_000_000
-    assert 0.05 <= len(data.heldout) / total <= 0.075
+    assert 0.025 <= len(data.heldout) / total <= 0.1
     assert "standard library of Python 3." in data.name
 
 
@@ -139,6 +139,22 @@ def test_from_twenty_files_on_whole_files_are_held_out_by_their_content(tmp_path
         (tmp_path / "other" / f"{index:03}").write_bytes(path.read_bytes())
     renamed = opened(tmp_path / "run2", tmp_path / "other")
     assert sorted(content(renamed.heldout)) == sorted(content(data.heldout))
+
+
+def test_a_file_stays_on_its_side_when_the_corpus_grows(tmp_path: Path):
+    paths = many(tmp_path / "books", 400)
+    few, all_of_them = opened(tmp_path / "few", *paths[:200]), opened(tmp_path / "all", *paths)
+    sides = {entry.path: entry.train_bytes == 0 for entry in all_of_them.files.files}
+    assert {entry.path: entry.train_bytes == 0 for entry in few.files.files}.items() <= sides.items()
+    for data in (few, all_of_them):
+        assert 0.025 <= len(data.heldout) / (len(data.heldout) + len(data.train)) <= 0.1
+
+
+@pytest.mark.parametrize("n", [20, 25, 30, 50, 100])
+def test_a_few_files_are_split_into_near_the_wished_share_too(tmp_path: Path, n: int):
+    data = opened(tmp_path / "run", *many(tmp_path / "books", n))
+    assert 0.025 <= len(data.heldout) / (len(data.heldout) + len(data.train)) <= 0.1
+    assert all(entry.train_bytes in (0, entry.bytes) for entry in data.files.files)
 
 
 def test_copies_of_a_file_are_on_one_side(tmp_path: Path):

@@ -1,8 +1,9 @@
 """`data.json` of a run: which files, how long, their sha256, and how many of their bytes are trained on.
 
-The split is decided here, once: with twenty files or more, whole files in the order of their content's hash are held
-out until the wished share of the bytes is reached (copies of one content stay together, and a file that would overshoot
-by half is passed over); below twenty files, or where no file fits, the last bytes of all are held out.
+The split is decided here, once. With twenty files or more a file is held out when its content's hash, as a fraction of
+the largest one, is below the wished share: that depends on nothing else, so it stays held out when the corpus grows.
+Where that gives less than half or more than double the bytes, files are taken in the order of their hashes until the
+share is reached, copies of one content together. Below twenty files, or where none fits, the last bytes are held out.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ NAME = "data.json"
 SCHEMA = 1
 
 SPLIT_BY_FILES_FROM = 20
-OVERSHOOT = 1.5
 
 
 @dataclass(frozen=True)
@@ -94,25 +94,33 @@ def _train_bytes(sizes: list[int], digests: list[str], fraction: float) -> list[
     total = sum(sizes)
     if total < 4:
         raise UserError(f"data: the files hold {total} bytes in all; give at least 4, two to train on and two held out")
-    target = max(2, round(fraction * total))
-    heldout = _heldout_files(sizes, digests, target) if len(sizes) >= SPLIT_BY_FILES_FROM else set()
+    heldout = _heldout_files(sizes, digests, fraction) if len(sizes) >= SPLIT_BY_FILES_FROM else set()
     if heldout:
         return [0 if index in heldout else size for index, size in enumerate(sizes)]
-    kept, left = [], total - min(target, total - 2)
+    kept, left = [], total - min(max(2, round(fraction * total)), total - 2)
     for size in sizes:
         kept.append(min(size, left))
         left -= kept[-1]
     return kept
 
 
-def _heldout_files(sizes: list[int], digests: list[str], target: int) -> set[int]:
+def _heldout_files(sizes: list[int], digests: list[str], fraction: float) -> set[int]:
+    target = max(2.0, fraction * sum(sizes))
+    chosen = {index for index, digest in enumerate(digests) if int(digest[:16], 16) < fraction * 2**64}
+    if target / 2 <= sum(sizes[index] for index in chosen) <= target * 2:
+        return chosen
+    return _first_files(sizes, digests, target)
+
+
+def _first_files(sizes: list[int], digests: list[str], target: float) -> set[int]:
+    """Files in the order of their hashes up to `target` bytes, passing over those that would overshoot by half."""
     chosen: set[int] = set()
     taken = 0
     by_content = sorted(range(len(sizes)), key=lambda index: digests[index])
     for _, copies in groupby(by_content, key=lambda index: digests[index]):
         group = list(copies)
         size = sum(sizes[index] for index in group)
-        if taken + size <= OVERSHOOT * target:
+        if taken + size <= 1.5 * target:
             chosen.update(group)
             taken += size
         if taken >= target:
