@@ -43,6 +43,8 @@ def choose(
     if implementation != AUTO:
         return Choice(implementation, "asked for by name", ((implementation, "asked for by name"),))
     if device == "cpu":
+        # Forward and backward at T 4096, k 2, E 16, d 192, r 16, f 512, bf16 banks, two cores of an EPYC, torch 2.13:
+        # reference 18 ms and padded 19 on uniform routing, 21 and 146 where one expert takes a quarter of the rows.
         considered = (
             ("reference", "one product an expert, no padding: the faster of the two on two cores"),
             (
