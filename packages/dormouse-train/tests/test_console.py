@@ -102,23 +102,32 @@ def test_an_output_that_is_not_utf8_gets_escapes_instead_of_an_error() -> None:
     assert raw.getvalue() == b"sample\n  | \\xe9\n"
 
 
-def test_the_report_names_the_window_and_every_baseline() -> None:
+def test_the_report_sets_the_model_beside_every_baseline_on_the_same_bytes() -> None:
     console, file = plain()
     console.report(Evaluation(2.45, 587_928), Baselines([4.71, 3.6, 2.0], 1.3, 1000, 1000, 587_928))
     assert file.getvalue().splitlines() == [
-        "held-out 2.450 BPB over 587,928 bytes",
-        "on the same bytes, fitted on all 1,000 training bytes:",
-        "  unigram                        4.710 BPB  beaten",
-        "  n-gram, 1 byte of context      3.600 BPB  beaten",
-        "  n-gram, 2 bytes of context     2.000 BPB",
-        "  xz(train+held) - xz(train)     1.300 BPB",
+        "on the same 587,928 held-out bytes, in bits a byte (BPB), the others fitted on",
+        "all 1,000 training bytes:",
+        "  this model                   2.450",
+        "  unigram                      4.710  beaten",
+        "  n-gram, 1 byte of context    3.600  beaten",
+        "  n-gram, 2 bytes of context   2.000",
+        "  xz(train+held) - xz(train)   1.300",
     ]
 
 
 def test_baselines_fitted_on_a_part_say_which_part() -> None:
     console, file = plain()
     console.report(Evaluation(2.45, 10), Baselines([4.71], 1.3, 1000, 5_000, 10))
-    assert "fitted on 1,000 of the 5,000 training bytes" in file.getvalue()
+    assert "\n1,000 of the 5,000 training bytes:\n" in file.getvalue()
+
+
+def test_a_quiet_console_shows_nothing() -> None:
+    file = io.StringIO()
+    with Console(file, live=True, quiet=True) as console:
+        console.note("text")
+        console.status(STATUS)
+    assert file.getvalue() == ""
 
 
 def test_groups_are_a_table_with_every_number() -> None:

@@ -137,21 +137,16 @@ class Console:
             self.note(f"  | {line}")
 
     def report(self, evaluation: Evaluation, baselines: Baselines) -> None:
-        """The end of a run: the model's score and what simpler models reach on the same bytes."""
-        self.end_live()
-        self.note(f"held-out {evaluation.bpb:.3f} BPB over {evaluation.window_bytes:,} bytes")
+        """The end of a run: the model's score beside what simpler models reach on the same bytes."""
         part = "all" if baselines.fitted_bytes == baselines.train_bytes else f"{baselines.fitted_bytes:,} of the"
-        self.note(f"on the same bytes, fitted on {part} {baselines.train_bytes:,} training bytes:")
+        self.note(f"on the same {evaluation.window_bytes:,} held-out bytes, in bits a byte (BPB), the others fitted on")
+        self.note(f"{part} {baselines.train_bytes:,} training bytes:")
+        rows = {"this model": evaluation.bpb}
         for context, bits in enumerate(baselines.ngram):
-            name = "unigram" if context == 0 else f"n-gram, {context} byte{'s' if context > 1 else ''} of context"
-            self.note(f"  {name:<30} {bits:.3f} BPB{_verdict(evaluation.bpb, bits)}")
-        self.note(
-            f"  {'xz(train+held) - xz(train)':<30} {baselines.xz:.3f} BPB{_verdict(evaluation.bpb, baselines.xz)}"
-        )
-
-
-def _verdict(model: float, other: float) -> str:
-    return "  beaten" if model < other else ""
+            rows["unigram" if context == 0 else f"n-gram, {context} byte{'s' * (context > 1)} of context"] = bits
+        rows["xz(train+held) - xz(train)"] = baselines.xz
+        for name, bits in rows.items():
+            self.note(f"  {name:<28} {bits:.3f}{'  beaten' if bits > evaluation.bpb else ''}")
 
 
 def shown(data: bytes) -> str:

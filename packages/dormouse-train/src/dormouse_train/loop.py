@@ -20,7 +20,7 @@ from dormouse_train.config import Config
 from dormouse_train.console import Console, Status
 from dormouse_train.data import Batches, open_corpus
 from dormouse_train.evaluate import Evaluation, evaluate, window
-from dormouse_train.metrics import Metrics
+from dormouse_train.metrics import Metrics, read
 from dormouse_train.optim.optimizer import Optimizer
 from dormouse_train.optim.schedule import rate
 from dormouse_train.progress import Progress
@@ -168,7 +168,9 @@ class _Loop:
     def _evaluate(self, wanted: int) -> Evaluation:
         scored = evaluate(self.model, self.corpus.heldout, wanted)
         self.console.evaluation(self.progress.step, scored)
-        self.metrics.write({"step": self.progress.step, "heldout_bpb": scored.bpb, "window_bytes": scored.window_bytes})
+        line = {"step": self.progress.step, "heldout_bpb": scored.bpb, "window_bytes": scored.window_bytes}
+        if line not in read(self.folder):  # a finished run that is resumed only reports again
+            self.metrics.write(line)
         return scored
 
     def _sample(self) -> None:
