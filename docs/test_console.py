@@ -28,6 +28,10 @@ RUN_BY = {
     r"cd \.\./elsewhere": "docs/test_fresh.py::test_the_kernels_alone_from_a_wheel",
     r"uv add \.\./dormouse/dist/\S+": "docs/test_fresh.py::test_the_kernels_alone_from_a_wheel",
     r'uv add "dormouse-kernels @ git\+\S+"': "docs/test_fresh.py::test_the_kernels_alone_from_git",
+    r"export PYTHONPATH=\S+": "docs/test_proof.py::test_the_plain_command_fails_where_a_gpu_row_did_not_run",
+    r"python -m pytest -p dormouse_kernels.proof .*": (
+        "docs/test_proof.py::test_the_plain_command_fails_where_a_gpu_row_did_not_run"
+    ),
     r"uv sync --all-packages --all-groups": "docs/test_fresh.py::test_a_fresh_clone_syncs_whole",
     r"uv run --no-sync pytest packages/dormouse-kernels": "docs/test_fresh.py::test_a_fresh_clone_syncs_whole",
 }
