@@ -72,6 +72,19 @@ def test_arms_that_differ_are_not_compared(tiny, monkeypatch, fault):
         compare("tiny", "cpu", torch.float32, 1, HERE)
 
 
-def test_rounding_in_the_last_place_is_allowed():
-    want = {"out": torch.linspace(1, 2, 1000)}
-    refuse_disagreement("padded", {"out": want["out"] * (1 + 2**-23)}, want, experts.ROUNDING[torch.float32])
+def far(dtype: torch.dtype, times: float) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    want = torch.linspace(1, 2, 1000, dtype=torch.float64)
+    return {"out": (want * (1 + times)).to(dtype)}, {"out": want.to(dtype)}
+
+
+@pytest.mark.parametrize(("dtype", "computed"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_a_tensor_is_held_to_the_coarser_of_its_two_dtypes(dtype, computed):
+    refuse_disagreement("padded", *far(dtype, 2**-7), computed)
+    with pytest.raises(experts.DisagreementError):
+        refuse_disagreement("padded", *far(dtype, 0.05), computed)
+
+
+def test_fp32_is_held_to_fp32():
+    refuse_disagreement("padded", *far(torch.float32, 2**-23), torch.float32)
+    with pytest.raises(experts.DisagreementError):
+        refuse_disagreement("padded", *far(torch.float32, 2**-13), torch.float32)

@@ -64,7 +64,10 @@ class Arguments(NamedTuple):
 
 
 def arguments(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) -> Arguments:
-    """Distinct values a row and uneven loads, the same for a seed on every device; the floating ones want gradients."""
+    """Hidden states of `dtype`, bf16 banks as a model holds them, uneven loads; the floating ones want gradients.
+
+    The values are the same for a seed on every device.
+    """
     source = torch.Generator().manual_seed(seed)
 
     def normal(*sizes: int) -> torch.Tensor:
@@ -77,9 +80,9 @@ def arguments(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) -> A
     weights, index = (normal(shape.tokens, shape.experts) + preference).softmax(-1).topk(shape.k)
     return Arguments(
         hidden_states=leaf(normal(shape.tokens, shape.d), dtype),
-        gate_up_proj=leaf(normal(shape.experts, 2 * shape.r, shape.d) * shape.d**-0.5, dtype),
+        gate_up_proj=leaf(normal(shape.experts, 2 * shape.r, shape.d) * shape.d**-0.5, torch.bfloat16),
         scale=leaf(1 + 0.1 * normal(shape.experts, 2 * shape.r), torch.float32),
-        v=leaf(normal(shape.experts, shape.f, shape.r) * shape.r**-0.5, dtype),
+        v=leaf(normal(shape.experts, shape.f, shape.r) * shape.r**-0.5, torch.bfloat16),
         top_k_index=index.to(device),
         top_k_weights=leaf(weights / weights.sum(-1, keepdim=True), torch.float32),
     )
@@ -108,11 +111,15 @@ def passes(given: Arguments, implementation: str) -> dict[str, Work]:
 
 
 def refuse_disagreement(
-    arm: str, got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], allowed: float
+    arm: str, got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], computed: torch.dtype
 ) -> None:
-    """Raises `DisagreementError` for the first tensor of an arm that is further than `allowed` from the first arm's."""
+    """Raises `DisagreementError` for the first tensor that is further from the first arm's than rounding can bring it.
+
+    A tensor is rounded as its own dtype and as the dtype that it was computed in.
+    """
     for name, want in expected.items():
         distance = ((got[name].double() - want.double()).norm() / want.double().norm()).item()
+        allowed = max(ROUNDING[want.dtype], ROUNDING[computed])
         if not distance <= allowed:  # a NaN is a disagreement
             raise DisagreementError(
                 f"experts: {arm} is {distance:.1e} away from {IMPLEMENTATIONS[0]} in {name}, rounding allows "
@@ -129,7 +136,7 @@ def compare(name: str, device: str, dtype: torch.dtype, rounds: int, origin: Ori
         works = {implementation: arm[phase] for implementation, arm in arms.items()}
         expected = works[IMPLEMENTATIONS[0]]()
         for implementation in IMPLEMENTATIONS[1:]:
-            refuse_disagreement(implementation, works[implementation](), expected, ROUNDING[dtype])
+            refuse_disagreement(implementation, works[implementation](), expected, dtype)
         gradients = sum(tensor.nbytes for tensor in expected.values()) if phase == "fwd+bwd" else 0
         races[phase] = race(works, device, rounds)
         for implementation, work in works.items():
