@@ -22,16 +22,15 @@ from pages import PAGES, ROOT, commands_of
 
 SHOWN = sorted({(str(path.relative_to(ROOT)), line) for path in PAGES for line in commands_of(path.read_text())})
 # What runs the commands that belong to no console script of ours: a pattern of the command, and the test.
+PLAIN = "test_a_plain_command_prints_its_tables_and_fails_only_for_a_gpu_row_that_had_to_run"
 RUN_BY = {
     r"pip install uv": "docs/test_workspace.py::test_ci_first_installs_an_accepted_uv_where_it_is_missing",
     r"uv build --package dormouse-kernels": "docs/test_fresh.py::test_the_kernels_alone_from_a_wheel",
     r"cd \.\./elsewhere": "docs/test_fresh.py::test_the_kernels_alone_from_a_wheel",
     r"uv add \.\./dormouse/dist/\S+": "docs/test_fresh.py::test_the_kernels_alone_from_a_wheel",
     r'uv add "dormouse-kernels @ git\+\S+"': "docs/test_fresh.py::test_the_kernels_alone_from_git",
-    r"export PYTHONPATH=\S+": "docs/test_proof.py::test_the_plain_command_fails_where_a_gpu_row_did_not_run",
-    r"python -m pytest -p dormouse_kernels.proof .*": (
-        "docs/test_proof.py::test_the_plain_command_fails_where_a_gpu_row_did_not_run"
-    ),
+    r"export PYTHONPATH=packages/dormouse-kernels/src": f"docs/test_proof.py::{PLAIN}",
+    r"python -m pytest -p dormouse_kernels.proof .*": f"docs/test_proof.py::{PLAIN}",
     r"uv sync --all-packages --all-groups": "docs/test_fresh.py::test_a_fresh_clone_syncs_whole",
     r"uv run --no-sync pytest packages/dormouse-kernels": "docs/test_fresh.py::test_a_fresh_clone_syncs_whole",
 }
