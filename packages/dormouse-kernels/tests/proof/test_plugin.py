@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import triton  # noqa: F401  pytester forgets what was first imported inside it, and triton cannot be imported twice
 
 pytest_plugins = "pytester"
 
@@ -108,11 +109,20 @@ def test_a_table_that_the_session_is_not_to_fill_is_not_missed(session):
 
 def test_a_mistyped_source_tree_is_no_empty_one(session):
     result = session("--proof-src", "scr")
-    assert result.ret != pytest.ExitCode.OK
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*there is no Python file under scr; pass a source tree*"])
 
 
-def test_an_interpreter_row_reads_not_run_where_kernels_are_compiled(session, monkeypatch):
+def test_where_kernels_are_compiled_the_interpreters_rows_come_from_another_process_and_are_held_to_the_bound(
+    session, monkeypatch
+):
     monkeypatch.delenv("TRITON_INTERPRET")
-    result = session()
-    assert result.ret == pytest.ExitCode.OK
-    result.stdout.fnmatch_lines(["planted_op * interpreter * not run"])
+    by_process = '{"interpreted": 1.0} if __import__("os").environ.get("TRITON_INTERPRET") else {"compiled": 1e-4}'
+    result = session(errors=by_process, compiled=False)
+    result.assert_outcomes(passed=1, failed=1, skipped=1)
+    result.stdout.fnmatch_lines(
+        [
+            "planted_op * reference * compiled 1.0e-04 * ok",
+            "planted_op * interpreter * interpreted 1.0e+00 * FAIL interpreted",
+        ]
+    )

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,9 +25,15 @@ from dormouse_kernels.proof.rows import COMPILER_COLUMNS, PARITY_COLUMNS, Compil
 class Collected:
     """The rows of a session and what is wrong with them as a whole."""
 
+    functions: list[str] = field(default_factory=list)
+    """The `@triton.jit` functions that must have rows."""
     parity: list[ParityRow] = field(default_factory=list)
     sm120: list[CompilerRow] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
+    made_by: list[tuple[str, ParityRow]] = field(default_factory=list)
+    """The parity rows again, each with the test that made it."""
+    interpreted: dict[str, list[ParityRow]] | None = None
+    """Rows by test from the process whose kernels are interpreted, once there was need of it."""
 
 
 _COLLECTED: pytest.StashKey[Collected] = pytest.StashKey()
@@ -31,9 +42,10 @@ _COLLECTED: pytest.StashKey[Collected] = pytest.StashKey()
 class Proof:
     """The fixture `proof`: a test gives it what it measured; it keeps the row and holds it to its bound."""
 
-    def __init__(self, collected: Collected, *, gpu_required: bool) -> None:
+    def __init__(self, request: pytest.FixtureRequest, collected: Collected) -> None:
+        self._node: pytest.Item = request.node
         self._collected = collected
-        self._gpu_required = gpu_required
+        self._gpu_required = request.config.getoption("--gpu-required", False)
 
     def parity(
         self,
@@ -48,22 +60,34 @@ class Proof:
     ) -> None:
         """Runs `measure(device)` for {tensor: relative error} and fails for the tensors over `bound`.
 
-        Where this machine cannot run the level (no GPU, or kernels that are not interpreted) the row reads `not run`
-        and the test is skipped, or fails for a GPU row under `--gpu-required`. `kernels`: the `@triton.jit`
-        functions that ran.
+        Without a GPU a GPU row reads `not run` and the test is skipped, or fails under `--gpu-required`. Where kernels
+        are compiled, the interpreter's rows come from one process beside this one, which runs the same tests: those
+        whose parameter `level` is "interpreter". `kernels`: the `@triton.jit` functions that ran.
         """
-        device = _device(level)
-        errors = None if device is None else dict(measure(device))
         name = str(dtype).removeprefix("torch.")
-        row = ParityRow(op, shape, name, level, bound, errors, tuple(_kernel_name(kernel) for kernel in kernels))
+        row = ParityRow(op, shape, name, level, bound, None, tuple(_kernel_name(kernel) for kernel in kernels))
+        device = _device(level)
+        if device is not None:
+            row = replace(row, errors=dict(measure(device)))
+        elif level == "interpreter":
+            row = self._interpreted_row(row)
         self._collected.parity.append(row)
-        if errors is None:
-            reason = f"{op} on level {level} was not run: {_REASONS[level]}"
-            if level == "gpu" and self._gpu_required:
+        self._collected.made_by.append((self._node.nodeid, row))
+        if row.errors is None:
+            reason = f"{op} on level gpu was not run: there is no CUDA device, or TRITON_INTERPRET is set"
+            if self._gpu_required:
                 pytest.fail(reason)
             pytest.skip(reason)
         over = ", ".join(f"{tensor} {error:.3e}" for tensor, error in row.over.items())
         assert not row.over, f"{op} {shape} {name} on level {level}: over the bound {bound:g}: {over}"
+
+    def _interpreted_row(self, row: ParityRow) -> ParityRow:
+        if self._collected.interpreted is None:
+            self._collected.interpreted = _interpret(self._node.session)
+        rows = self._collected.interpreted.get(self._node.nodeid)
+        if not rows:
+            pytest.fail(f"{row.op}: the process whose kernels are interpreted made no row for this test")
+        return rows.pop(0)
 
     def compiled(
         self, compiled: Compiled, tile: str, *, kernels: tuple[Any, ...], spill_limit: int = 0, narrow_limit: int = 0
@@ -75,18 +99,33 @@ class Proof:
         assert not row.over, f"{compiled.kernel} {tile} on sm_{compiled.arch}: {row.over}"
 
 
-_REASONS: Mapping[str, str] = {
-    "interpreter": "TRITON_INTERPRET was not set before the kernels were imported",
-    "gpu": "there is no CUDA device, or TRITON_INTERPRET is set",
-}
-
-
 def _device(level: Level) -> torch.device | None:
     if level == "reference" or (level == "interpreter" and interpreting()):
         return torch.device("cpu")
     if level == "gpu" and torch.cuda.is_available() and not interpreting():
         return torch.device("cuda")
     return None
+
+
+def _interpret(session: pytest.Session) -> dict[str, list[ParityRow]]:
+    """Runs the session's tests of the level "interpreter" where kernels are interpreted: their rows by test."""
+    tests = [
+        item.nodeid
+        for item in session.items
+        if "interpreter" in getattr(getattr(item, "callspec", None), "params", {}).values()
+    ]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder) / "rows"
+        plugin = ["-q", "-p", "dormouse_kernels.proof", "--proof-rows", str(rows)]
+        command = [sys.executable, "-m", "pytest", *plugin, *tests]
+        subprocess.run(command, cwd=session.config.rootpath, env=environment, capture_output=True, check=False)
+        made: list[tuple[str, ParityRow]] = pickle.loads(rows.read_bytes()) if rows.exists() else []
+    by_test: dict[str, list[ParityRow]] = {}
+    for test, row in made:
+        by_test.setdefault(test, []).append(row)
+    return by_test
 
 
 def _kernel_name(kernel: Any) -> str:
@@ -97,7 +136,7 @@ def _kernel_name(kernel: Any) -> str:
 def proof(request: pytest.FixtureRequest) -> Proof:
     """Collects rows for the tables; without the plugin (`-p dormouse_kernels.proof`) it only holds them to bounds."""
     collected = request.config.stash.setdefault(_COLLECTED, Collected())
-    return Proof(collected, gpu_required=request.config.getoption("--gpu-required", False))
+    return Proof(request, collected)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -108,6 +147,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--proof-src", action="append", default=[], metavar="SRC",
         help="a source tree: every @triton.jit under it must have its rows (may be given again)",
     )  # fmt: skip
+    group.addoption("--proof-rows", metavar="FILE", help="also pickle the parity rows, for the process beside")
     group.addoption(
         "--proof-table", action="append", default=[], choices=["parity", "sm120"],
         help="a table that this session is to fill (default: both)",
@@ -115,8 +155,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Starts with no rows."""
-    config.stash.setdefault(_COLLECTED, Collected())
+    """Starts with no rows, and with the kernels that must get some."""
+    try:
+        functions = [name for src in config.getoption("--proof-src") for name in jit_functions(Path(src))]
+    except ValueError as error:
+        raise pytest.UsageError(f"--proof-src: {error}") from None
+    config.stash[_COLLECTED] = Collected(functions=functions)
 
 
 @pytest.hookimpl(trylast=True)
@@ -125,16 +169,17 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     config = session.config
     collected = config.stash[_COLLECTED]
     tables: list[Table] = config.getoption("--proof-table") or ["parity", "sm120"]
-    functions = [name for src in config.getoption("--proof-src") for name in jit_functions(Path(src))]
     for name in tables:
         rows = collected.parity if name == "parity" else collected.sm120
-        collected.complaints += missing(functions, name, rows)
+        collected.complaints += missing(collected.functions, name, rows)
     if (
         config.getoption("--gpu-required")
         and "parity" in tables
         and not any(r.level == "gpu" for r in collected.parity)
     ):
         collected.complaints.append("--gpu-required was given but no test made a GPU row; run the parity tests")
+    if config.getoption("--proof-rows"):
+        Path(config.getoption("--proof-rows")).write_bytes(pickle.dumps(collected.made_by))
     if collected.complaints:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
