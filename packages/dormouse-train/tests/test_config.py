@@ -94,6 +94,9 @@ def test_one_path_may_be_set_without_a_list():
         (["train.lr=nan"], "'train.lr', got nan"),
         (["train.schedule=cos"], "'wsd' or 'cosine'"),
         (["experts.top_k=99"], "lower top_k"),
+        (["experts.rank=193"], "'experts.rank', got 193: more than min(model.d_model, experts.d_ffn) = 192"),
+        (["experts.d_ffn=20", "experts.rank=20"], "'experts.shared_rank', got 32"),
+        (["eval.prompt=\udcff"], "not UTF-8"),
     ],
 )
 def test_a_wrong_key_or_value_is_refused_with_the_mend(sets: list[str], says: str):

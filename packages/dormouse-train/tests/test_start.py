@@ -10,6 +10,7 @@ import dormouse_train
 import pytest
 import torch
 from dormouse_model.config import ConfigError
+from dormouse_train import loop
 from dormouse_train.commands import evaluate, generate
 from dormouse_train.config import load_config
 from dormouse_train.errors import UserError
@@ -66,6 +67,7 @@ def test_without_a_folder_a_new_one_is_made_and_a_resume_finds_the_newest():
     train(None, train_steps=1)
     train(None, train_steps=1)
     first, second = sorted(Path("runs").iterdir())
+    second = second.rename("runs/2000-01-01")
     dormouse_train.train(resume=True, sets=["train.decay_fraction=0.3", "log.every=2"])
     assert load_config(str(second / "config.toml")).log.every == 2
     assert load_config(str(first / "config.toml")).log.every == 1
@@ -154,3 +156,12 @@ def test_eval_of_a_partial_checkpoint_names_it(copied: Path):
     (copied / "checkpoints" / "step-6" / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"step-6/model.safetensors is missing"):
         evaluate.command(copied, [])
+
+
+def test_a_full_device_is_a_sentence_with_the_mend(monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore advice.")
+
+    monkeypatch.setattr(loop, "train", full)
+    with pytest.raises(UserError, match=r"^train: CUDA out of memory.*2.00 GiB; lower train.batch"):
+        train("run")

@@ -161,14 +161,14 @@ PROGRESS_KEYS = frozenset(
 
 
 def load_config(
-    name_or_file: str | None, sets: Sequence[str] = (), overrides: Mapping[str, object] | None = None
+    name_or_file: str | Path | None, sets: Sequence[str] = (), overrides: Mapping[str, object] | None = None
 ) -> Config:
     """The configuration of a name or TOML file (None: `nano`), changed by each `key=value` and by dotted `overrides`.
 
     A file may stand on a named configuration: its top-level `base = "nano"` is read first.
     Errors: `ConfigError` for an unknown name, key or value, naming the nearest valid one.
     """
-    return assemble(_tables(name_or_file or "nano"), sets, overrides)
+    return assemble(_tables(str(name_or_file or "nano")), sets, overrides)
 
 
 def read_resolved(path: Path) -> dict[str, Any]:
@@ -184,7 +184,25 @@ def assemble(tables: dict[str, Any], sets: Sequence[str] = (), overrides: Mappin
         put(merged, key, value)
     for key, value in (overrides or {}).items():
         put(merged, key, value)
-    return validate(Config, merged)
+    config = validate(Config, merged)
+    _check(config)
+    return config
+
+
+def _check(config: Config) -> None:
+    """What one section alone cannot know. Errors: `ConfigError`."""
+    bound = min(config.model.d_model, config.experts.d_ffn)
+    for key in ("rank", "shared_rank"):
+        rank = getattr(config.experts, key)
+        if rank > bound:
+            raise ConfigError(
+                f"config: 'experts.{key}', got {rank}: more than min(model.d_model, experts.d_ffn) = {bound} vectors cannot "
+                "be orthonormal; lower it"
+            )
+    try:
+        to_toml(config).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"config: {error.object!r:.200} is not UTF-8, and config.toml has to be; rename it") from None
 
 
 def _tables(name_or_file: str) -> dict[str, Any]:

@@ -55,11 +55,11 @@ def _dated(runs: Path) -> Path:
 
 
 def newest(runs: Path = RUNS) -> Path:
-    """The run that a `--resume` without `--run` means: the newest under `runs/`, by its dated name."""
-    found = sorted(path.parent for path in runs.glob(f"*/{CONFIG}"))
+    """The run that a `--resume` without `--run` means: the one under `runs/` that was begun or resumed last."""
+    found = list(runs.glob(f"*/{CONFIG}"))
     if not found:
         raise UserError(f"--resume: there is no run under {runs}/ to go on with; give --run FOLDER")
-    return found[-1]
+    return max(found, key=lambda path: (path.stat().st_mtime_ns, path)).parent
 
 
 def tables(run: Path) -> dict[str, Any]:

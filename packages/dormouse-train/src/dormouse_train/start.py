@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def train(
-    config: Config | str | None = None,
+    config: Config | str | Path | None = None,
     *,
     run: Path | str | None = None,
     resume: bool = False,
@@ -52,7 +52,9 @@ def train(
         return _loop(chosen, folder, resume=False, console=console)
 
 
-def _configuration(config: Config | str | None, sets: Sequence[str], overrides: Mapping[str, object] | None) -> Config:
+def _configuration(
+    config: Config | str | Path | None, sets: Sequence[str], overrides: Mapping[str, object] | None
+) -> Config:
     if not isinstance(config, Config):
         return load_config(config, sets, overrides)
     if sets or overrides:
@@ -101,11 +103,17 @@ def _pinned(config: Config) -> Config:
 
 
 def _loop(config: Config, folder: Path, *, resume: bool, console: Console | None) -> Result:
+    import torch
+
     from dormouse_train import loop
     from dormouse_train.checkpoint import seed_generators
 
     seed_generators(config.train.seed)
-    return loop.train(config, folder, resume=resume, console=console)
+    try:
+        return loop.train(config, folder, resume=resume, console=console)
+    except torch.OutOfMemoryError as error:
+        mend = "lower train.batch and raise train.accumulate by as much, or lower train.seq"
+        raise UserError(f"train: {str(error).splitlines()[0].rstrip('.')}; {mend}") from None
 
 
 @contextmanager

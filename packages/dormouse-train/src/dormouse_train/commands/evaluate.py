@@ -16,15 +16,21 @@ if TYPE_CHECKING:
 
 def command(run: Path, data: Sequence[str]) -> int:
     """Print one line: the score, and how many bytes of what it was measured on."""
-    with TemporaryDirectory(prefix="dormouse-") as scratch:
-        given = open_paths(data, Path(scratch)) if data else None
-        config, model = trained.load(run)
-        name, view, wanted = ", ".join(data), given, 0
-        if view is None:
-            corpus = open_corpus(config.data, run)
-            name, view, wanted = f"held out of {corpus.name}", corpus.heldout, config.eval.final_window_bytes
-        print(_line(model, view, wanted, name), flush=True)
+    name, view, wanted = ", ".join(data), _mapped(data), 0
+    config, model = trained.load(run)
+    if view is None:
+        corpus = open_corpus(config.data, run)
+        name, view, wanted = f"held out of {corpus.name}", corpus.heldout, config.eval.final_window_bytes
+    print(_line(model, view, wanted, name), flush=True)
     return 0
+
+
+def _mapped(data: Sequence[str]) -> ByteView | None:
+    """The bytes to score: what had to be unpacked stays mapped when its folder goes, and so cannot be left behind."""
+    if not data:
+        return None
+    with TemporaryDirectory(prefix="dormouse-") as scratch:
+        return open_paths(data, Path(scratch))
 
 
 def _line(model: Dormouse, view: ByteView, wanted: int, name: str) -> str:
