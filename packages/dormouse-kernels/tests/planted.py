@@ -6,8 +6,13 @@ from dormouse_kernels.offsets import row_offset
 
 
 @triton.jit
-def matmul(a, b, c, M, N, K, stride_a, stride_b, stride_c, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """`c = a · b`: a [M, K], b [K, N], c [M, N], rows of any stride, masked in all three."""
+def matmul(
+    a, b, c, M, N, stride_a, stride_b, stride_c, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):
+    """`c = a · b`: a [M, K], b [K, N], c [M, N], rows of any stride, masked in all three.
+
+    K is a constant because Triton 3.6's interpreter cannot loop up to an argument under numpy 2.4.
+    """
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     columns = tl.program_id(1) * BN + tl.arange(0, BN)
     total = tl.zeros((BM, BN), tl.float32)

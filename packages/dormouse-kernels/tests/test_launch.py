@@ -42,7 +42,7 @@ def test_bf16_in_the_interpreter_would_be_garbage(planted):
     """Why it is refused: launched past the check, the product is off by more than all its values."""
     a = torch.randn(16, 16, generator=torch.Generator().manual_seed(5)).bfloat16()
     c = torch.empty(16, 16)
-    planted.matmul[(1, 1)](a, a, c, 16, 16, 16, 16, 16, 16, BM=16, BN=16, BK=16)
+    planted.matmul[(1, 1)](a, a, c, 16, 16, 16, 16, 16, K=16, BM=16, BN=16, BK=16)
     want = a.float() @ a.float()
     assert not (c - want).norm() < 10 * want.norm()
 
