@@ -4,6 +4,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from dormouse_model.config import CONFIGS as MODELS
 from dormouse_model.config import ConfigError, dotted_keys, named_configs, validate
 from dormouse_train.config import (
     CONFIGS,
@@ -31,7 +32,7 @@ FIRST_DAY = [
 def test_a_name_joins_the_models_tables_and_the_trainers():
     config = load_config("nano")
     trainers = tomllib.loads((CONFIGS / "nano.toml").read_text())
-    assert config.model.d_model == 192
+    assert config.model.d_model == tomllib.loads((MODELS / "nano.toml").read_text())["model"]["d_model"]
     assert config.train.steps == trainers["train"]["steps"]
     assert load_config(None) == config
 
@@ -49,7 +50,7 @@ def test_sets_win_over_the_file_and_options_win_over_sets(tmp_path: Path):
     file.write_text('base = "nano"\n[train]\nsteps = 7\nbatch = 3\nseq = 9\n[model]\nnum_heads = 3\n')
     config = load_config(str(file), ["train.batch=4", "train.seq=10"], {"train.seq": 11})
     assert (config.train.steps, config.train.batch, config.train.seq) == (7, 4, 11)
-    assert (config.model.num_heads, config.model.d_model) == (3, 192)
+    assert (config.model.num_heads, config.model.d_model) == (3, load_config("nano").model.d_model)
 
 
 def test_a_file_without_a_base_holds_everything(tmp_path: Path):
@@ -94,8 +95,8 @@ def test_one_path_may_be_set_without_a_list():
         (["train.lr=nan"], "'train.lr', got nan"),
         (["train.schedule=cos"], "'wsd' or 'cosine'"),
         (["experts.top_k=99"], "lower top_k"),
-        (["experts.rank=193"], "'experts.rank', got 193: more than min(model.d_model, experts.d_ffn) = 192"),
-        (["experts.d_ffn=20", "experts.rank=20"], "'experts.shared_rank', got 32"),
+        (["model.d_model=64", "experts.rank=65"], "rank is 65 but d_model 64"),
+        (["experts.d_ffn=20", "experts.rank=21"], "rank is 21 but d_ffn 20"),
         (["eval.prompt=\udcff"], "not UTF-8"),
     ],
 )
@@ -131,8 +132,8 @@ def test_the_resolved_configuration_reads_back_as_itself():
 
 
 def test_a_difference_names_each_key_with_both_values():
-    changed = load_config(None, ["train.lr=0.5", "log.every=3"])
-    assert diff(load_config(None), changed) == {"train.lr": (0.02, 0.5), "log.every": (10, 3)}
+    saved, changed = (load_config(None, [f"train.lr={lr}", f"log.every={n}"]) for lr, n in ((0.25, 4), (0.5, 3)))
+    assert diff(saved, changed) == {"train.lr": (0.25, 0.5), "log.every": (4, 3)}
 
 
 def test_progress_keys_may_change_on_resume_and_others_not():

@@ -115,7 +115,7 @@ def test_a_sigterm_saves_the_step_and_a_resume_ends_the_same(command, finished):
 
 
 def test_a_sigint_saves_and_exits_with_130_and_a_second_one_leaves_at_once(command):
-    slow = ("--set", "train.seq=2048", "--set", "train.steps=100", "--set", "checkpoint.every=0")
+    slow = ("--set", "train.seq=8192", "--set", "train.steps=100", "--set", "checkpoint.every=0")
     process = command.start("train", "--config", "tiny.toml", "--data", "words.txt", "--run", "one", *slow)
     until(process, "step 1/100")
     process.send_signal(signal.SIGINT)
@@ -126,6 +126,7 @@ def test_a_sigint_saves_and_exits_with_130_and_a_second_one_leaves_at_once(comma
 
     process = command.start("train", "--config", "tiny.toml", "--data", "words.txt", "--run", "two", *slow)
     until(process, "step 1/100")
+    time.sleep(0.1)  # into the next step
     while process.poll() is None:  # signals that come while torch computes are delivered as one
         process.send_signal(signal.SIGINT)
         time.sleep(0.02)

@@ -191,14 +191,7 @@ def assemble(tables: dict[str, Any], sets: Sequence[str] = (), overrides: Mappin
 
 def _check(config: Config) -> None:
     """What one section alone cannot know. Errors: `ConfigError`."""
-    bound = min(config.model.d_model, config.experts.d_ffn)
-    for key in ("rank", "shared_rank"):
-        rank = getattr(config.experts, key)
-        if rank > bound:
-            raise ConfigError(
-                f"config: 'experts.{key}', got {rank}: more than min(model.d_model, experts.d_ffn) = {bound} vectors cannot "
-                "be orthonormal; lower it"
-            )
+    validate(ModelConfig, config.model_dump(include=set(ModelConfig.model_fields)))
     try:
         to_toml(config).encode()
     except UnicodeEncodeError as error:
