@@ -13,16 +13,19 @@ if TYPE_CHECKING:
     from dormouse_model.config import ModelConfig
     from dormouse_model.generation import generate
     from dormouse_model.model import Dormouse, Output
+    from dormouse_model.parameter_ledger import Ledger, ledger
     from dormouse_model.state import State
 
-__all__ = ["Dormouse", "ModelConfig", "Output", "State", "generate", "load"]
+__all__ = ["Dormouse", "Ledger", "ModelConfig", "Output", "State", "generate", "ledger", "load"]
 
 _HOMES = {
     "Dormouse": "model",
+    "Ledger": "parameter_ledger",
     "ModelConfig": "config",
     "Output": "model",
     "State": "state",
     "generate": "generation",
+    "ledger": "parameter_ledger",
     "load": "checkpoint",
 }
 

@@ -58,7 +58,8 @@ def verify(folder: str | Path) -> dict[str, Any]:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise CheckpointError(f"checkpoint: {folder} does not exist; {_others(folder)}")
+        held = ", ".join(map(str, steps(folder.parent.parent))) or "none"
+        raise CheckpointError(f"checkpoint: {folder} does not exist; choose one of the run's steps ({held})")
     manifest = _manifest(folder)
     for name, expected in manifest["files"].items():
         path = folder / name
@@ -72,9 +73,7 @@ def verify(folder: str | Path) -> dict[str, Any]:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != expected["sha256"]:
-            raise CheckpointError(
-                f"checkpoint: {path} is damaged: its SHA-256 is not its manifest's; {_others(folder)}"
-            )
+            raise CheckpointError(f"checkpoint: {path} is damaged: its bytes have changed; {_others(folder)}")
     return manifest
 
 
@@ -131,9 +130,7 @@ def run_config(run: str | Path) -> ModelConfig:
     """The model's tables of `run/config.toml`. Errors: `CheckpointError` where `run` is no run folder."""
     path = Path(run) / "config.toml"
     if not path.is_file():
-        raise CheckpointError(
-            f"checkpoint: {run} is not a run folder ({path.name} is missing); give the folder of a run"
-        )
+        raise CheckpointError(f"checkpoint: {run} has no {path.name}, so it is not a run folder; give one that is")
     tables = read_config(str(path))
     return validate(ModelConfig, {name: tables[name] for name in ModelConfig.model_fields if name in tables})
 
@@ -142,16 +139,17 @@ def _manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
         raise CheckpointError(f"checkpoint: {folder} is partial: it has no {MANIFEST}; {_others(folder)}")
+    manifest: dict[str, Any] = {}
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        schema, files = manifest["schema"], manifest["files"]
-        whole = all(isinstance(files[name]["bytes"], int) and isinstance(files[name]["sha256"], str) for name in files)
+        schema = manifest["schema"]
+        whole = all(isinstance(f["bytes"], int) and isinstance(f["sha256"], str) for f in manifest["files"].values())
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"checkpoint: {path} is damaged; {_others(folder)}") from None
-    if schema != SCHEMA or not whole:
-        raise CheckpointError(
-            f"checkpoint: {path} has schema {schema!r}, this version reads {SCHEMA}; upgrade dormouse-model"
-        )
+        schema, whole = SCHEMA, False
+    if schema != SCHEMA:
+        raise CheckpointError(f"checkpoint: {path} has schema {schema!r}, not {SCHEMA}; upgrade dormouse-model")
+    if not whole:
+        raise CheckpointError(f"checkpoint: {path} is damaged: it is no manifest; {_others(folder)}")
     return manifest
 
 

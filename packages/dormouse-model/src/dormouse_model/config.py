@@ -68,9 +68,12 @@ class ExpertsSection(Section):
     implementation: Literal["auto", "reference", "padded"] = "auto"
 
     @model_validator(mode="after")
-    def _top_k_fits(self) -> ExpertsSection:
+    def _fits(self) -> ExpertsSection:
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k is {self.top_k} but there are {self.num_experts} experts; lower top_k")
+        for name in ("rank", "shared_rank"):
+            if getattr(self, name) > self.d_ffn:
+                raise ValueError(f"{name} is {getattr(self, name)} but d_ffn {self.d_ffn}; a rank is at most the width")
         return self
 
     @property
@@ -90,6 +93,15 @@ class ModelConfig(Section):
     model: ModelSection
     experts: ExpertsSection
     kda: KDASection = KDASection()
+
+    @model_validator(mode="after")
+    def _fits(self) -> ModelConfig:
+        rank = max(self.experts.rank, self.experts.shared_rank)
+        if rank > self.model.d_model:
+            raise ValueError(
+                f"an expert's rank is {rank} but d_model {self.model.d_model}; a rank is at most the width"
+            )
+        return self
 
     @property
     def inner(self) -> int:
@@ -133,7 +145,8 @@ def validate(kind: type[SectionT], tables: dict[str, Any]) -> SectionT:
     try:
         return kind.model_validate(tables)
     except ValidationError as error:
-        first = error.errors()[0]
+        # A mistyped section is both unknown and missing: what was typed tells the reader more.
+        first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
         raise ConfigError(_sentence(kind, first)) from None
 
 
@@ -141,15 +154,33 @@ def _sentence(kind: type[Section], error: Any) -> str:
     path = [str(part) for part in error["loc"]]
     key = ".".join(path)
     if error["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, dotted_keys(kind), n=1, cutoff=0.3)
-        mend = f"did you mean '{near[0]}'?" if near else "remove it"
-        return f"config: there is no key '{key}'; {mend}"
+        return f"config: there is no key '{key}'; {_mend(kind, path)}"
     if error["type"] == "missing":
         return f"config: '{key}' is required and was not given; set it"
     message = error["msg"].removeprefix("Value error, ")
     got = error["input"]
     shown = "" if isinstance(got, dict | BaseModel) else f", got {got!r}"
     return f"config: '{key}'{shown}: {message[0].lower()}{message[1:]}"
+
+
+def _mend(kind: type[Section], path: list[str]) -> str:
+    """What an unknown key was meant to be: a like one beside it, the same one elsewhere, or any like one."""
+    *sections, leaf = path
+    prefix = ".".join([*sections, ""]) if sections else ""
+    beside = difflib.get_close_matches(leaf, _names_in(kind, sections), n=1)
+    elsewhere = [known for known in dotted_keys(kind) if known.rpartition(".")[2] == leaf]
+    alike = difflib.get_close_matches(".".join(path), dotted_keys(kind), n=1)
+    near = [prefix + name for name in beside] or elsewhere or alike
+    return f"did you mean '{near[0]}'?" if near else "remove it"
+
+
+def _names_in(kind: type[Section], sections: list[str]) -> list[str]:
+    """The names that stand directly in a section, which may be the whole."""
+    for section in sections:
+        inner = kind.model_fields[section].annotation
+        assert isinstance(inner, type)
+        kind = inner
+    return list(kind.model_fields)
 
 
 def dotted_keys(kind: type[Section], prefix: str = "") -> list[str]:

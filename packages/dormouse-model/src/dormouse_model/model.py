@@ -59,7 +59,7 @@ class Dormouse(nn.Module):
     def forward(self, ids: Tensor, state: State | None = None, *, return_state: bool = False) -> Output:
         """Logits of the byte after each of `ids` [B, T] uint8 or int64, continuing from `state` where one is given.
 
-        Errors: `ValueError` where `ids` is not two-dimensional or the state is of another batch.
+        Errors: `ValueError` where `ids` is empty or not two-dimensional, or the state is of another batch.
         """
         self._check(ids, state)
         x = self.embedding(ids.long())
@@ -103,6 +103,8 @@ class Dormouse(nn.Module):
                 f"Dormouse: ids must be integers of shape [B, T], got {ids.dtype} {tuple(ids.shape)}; "
                 "pass bytes with a batch dimension"
             )
+        if ids.numel() == 0:
+            raise ValueError(f"Dormouse: ids holds no byte; pass at least one for each of {ids.shape[0]} sequences")
         if state is None:
             return
         if len(state.iterations) != self.config.model.iterations or state.batch_size != ids.shape[0]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from dormouse_kernels import Counters
 from dormouse_kernels.proof import relative_errors
 from dormouse_model.kda.op import kda, log_decay
+from dormouse_model.kda.selection import Requested
 
 NAMES = ("q", "k", "v", "gate", "beta", "A_log", "dt_bias", "initial_state")
 LOWER_BOUND = -5.0
+Tensors = dict[str, torch.Tensor]
 
 
-def draw(batch: int, length: int, heads: int, size: int, *, strong: bool) -> dict[str, torch.Tensor]:
+def draw(batch: int, length: int, heads: int, size: int, *, strong: bool) -> Tensors:
     """Random inputs in fp64; `strong` puts most decays near the bound of -5 a byte."""
     source = torch.Generator().manual_seed(batch + length + size)
 
@@ -33,21 +37,22 @@ def draw(batch: int, length: int, heads: int, size: int, *, strong: bool) -> dic
     }
 
 
-def results(inputs: dict[str, torch.Tensor], implementation: str, *, bounded: bool = True) -> dict[str, torch.Tensor]:
+def results(inputs: Tensors, implementation: Requested, *, bounded: bool = True) -> Tensors:
     """Output, final state and gradients of one fixed loss. `bounded=False` hands over the log decay itself."""
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in inputs.items()}
-    arguments = dict(leaves)
+    arguments: dict[str, Any] = dict(leaves)
     if not bounded:
         A_log, dt_bias = arguments.pop("A_log"), arguments.pop("dt_bias")
         arguments["gate"] = log_decay(arguments["gate"], A_log, dt_bias, LOWER_BOUND)
     output, state = kda(**arguments, lower_bound=LOWER_BOUND if bounded else None, implementation=implementation)
     weights = torch.Generator().manual_seed(7)
     loss = sum((t * torch.randn(t.shape, generator=weights).to(t)).sum() for t in (output, state))
+    assert isinstance(loss, torch.Tensor)
     gradients = torch.autograd.grad(loss, list(leaves.values()))
     return {"o": output, "state": state} | {f"d_{n}": g for n, g in zip(NAMES, gradients, strict=True)}
 
 
-def cast(inputs: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+def cast(inputs: Tensors, dtype: torch.dtype, device: torch.device) -> Tensors:
     """Activations in `dtype`; what stays in fp32 whatever they are, in fp32 at least."""
     wide = torch.promote_types(dtype, torch.float32)
     kept = ("A_log", "dt_bias", "initial_state")

@@ -21,25 +21,23 @@ CHUNK = 16
 def chunk_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: float, initial_state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence of `recurrent_delta_rule`, equal to it up to rounding, in the dtype it is given."""
+    """`recurrent_delta_rule` for any decay, equal to it up to rounding, in the dtype it is given.
+
+    Autograd saves several tensors of [C, C, K] a chunk: where decays are bounded, `bounded_chunk_delta_rule` is for it.
+    """
     batch, length, heads, size = q.shape
     padding = -length % CHUNK
     q, k, v, g = (_chunks(t, padding) for t in (q, k, v, g))
     beta = _chunks(beta.unsqueeze(-1), padding)
-    total = g.cumsum(-2)
-    difference = total.unsqueeze(-2) - total.unsqueeze(-3)
-    future = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
-    # The mask comes before the exponential: e^(G_i - G_j) overflows for j > i, and 0 * inf is NaN in the backward.
-    decay = difference.masked_fill(future.unsqueeze(-1), -torch.inf).exp()
+    decay = _decay_between(g)
     keys = torch.einsum("bhnic,bhnjc,bhnijc->bhnij", k, k, decay).tril(-1)
     queries = torch.einsum("bhnic,bhnjc,bhnijc->bhnij", q, k, decay) * scale
-    decayed = total.exp()
+    decayed = g.cumsum(-2).exp()
     right = torch.cat([v, k * decayed], -1) * beta
     solved = torch.linalg.solve_triangular(keys * beta, right, upper=False, unitriangular=True)
     value, key = solved.split([v.shape[-1], size], -1)
-    last = total[..., -1:, :]
-    carried = k * (last - total).exp()
-    transition = torch.diag_embed(last.squeeze(-2).exp()) - carried.mT @ key
+    carried = k * decay[..., -1, :, :]
+    transition = torch.diag_embed(decayed[..., -1, :]) - carried.mT @ key
     added = carried.mT @ value
     state = q.new_zeros(batch, heads, size, v.shape[-1]) if initial_state is None else initial_state
     states = []
@@ -49,6 +47,18 @@ def chunk_delta_rule(
     before = torch.stack(states, 2)
     output = queries @ value + (q * decayed * scale - queries @ key) @ before
     return output.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :length], state
+
+
+def _decay_between(g: Tensor) -> Tensor:
+    """`e^(G_i - G_j)` for i >= j and 0 elsewhere, [..., C, C, K] from `g` [..., C, K].
+
+    Sums run over the bytes between j and i: the difference of two running sums of thousands has no digits left. The
+    mask comes before the exponential: above the diagonal it overflows, and 0 * inf is NaN in the backward.
+    """
+    all_pairs = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device)
+    not_between, future = (all_pairs.triu(diagonal).unsqueeze(-1) for diagonal in (0, 1))
+    between = g.unsqueeze(-2).masked_fill(not_between, 0.0).cumsum(-3)
+    return between.masked_fill(future, -torch.inf).exp()
 
 
 def _chunks(x: Tensor, padding: int) -> Tensor:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from importlib import metadata
-from typing import Literal
 
 import torch
 from dormouse_kernels import counters
@@ -31,7 +30,7 @@ def kda(
     dt_bias: Tensor | None = None,
     lower_bound: float | None = None,
     initial_state: Tensor | None = None,
-    implementation: Literal["auto", "fla", "torch", "recurrent"] = "auto",
+    implementation: selection.Requested = "auto",
     allow_fallback: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`S_t = (I - beta_t k_t k_t^T) e^(g_t) S_(t-1) + beta_t k_t v_t^T`, `o_t = K^(-1/2) q_t S_t`; |q| = |k| = 1.
@@ -61,11 +60,7 @@ def kda(
         fla_version=fla_version() if q.device.type == "cuda" else None,
         requested=implementation,
     )
-    if choice.is_fallback and not allow_fallback:
-        raise RuntimeError(
-            f"kda: flash-linear-attention cannot serve this call on CUDA ({choice.reason}) and plain torch is far "
-            "slower; mend that, or set kda.allow_fallback = true"
-        )
+    selection.refuse_fallback(choice, allow_fallback)
     counter = counters.current()
     if counter is not None:
         phase = "decode" if choice.implementation == "recurrent" and choice.reason == "one_byte" else None

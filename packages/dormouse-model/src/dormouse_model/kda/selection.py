@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import torch
 
 Implementation = Literal["fla", "torch", "recurrent"]
+Requested = Literal["auto", "fla", "torch", "recurrent"]
 Reason = Literal[
     "supported",
     "cpu_device",
@@ -55,7 +56,7 @@ def choose(
     head_dim: int,
     needs_grad: bool,
     fla_version: str | None,
-    requested: Literal["auto", "fla", "torch", "recurrent"] = "auto",
+    requested: Requested = "auto",
 ) -> Choice:
     """The implementation for one call; pure, so that it can be asked without running anything.
 
@@ -78,6 +79,15 @@ def choose(
     if obstacle is not None:
         return Choice("torch", obstacle)
     return Choice("fla", "supported")
+
+
+def refuse_fallback(choice: Choice, allowed: bool) -> None:
+    """Raises `RuntimeError` with the reason where `choice` is a fallback that is not `allowed`."""
+    if choice.is_fallback and not allowed:
+        raise RuntimeError(
+            f"kda: flash-linear-attention cannot serve this call on CUDA ({choice.reason}) and plain torch is far "
+            "slower; mend that, or set kda.allow_fallback = true"
+        )
 
 
 def _obstacle(
