@@ -23,6 +23,8 @@ ROOT = Path(__file__).parent
 # In the order in which they may depend on one another: kernels <- quant <- model <- train <- bench.
 PACKAGES = ("dormouse-kernels", "dormouse-quant", "dormouse-model", "dormouse-train", "dormouse-bench")
 PUBLISHED = PACKAGES[:4]
+# Tests are small: a second thread mostly waits (parity beside five busy processes: 267 s with two threads, 55 with one).
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 # The oldest versions that the packages' ranges admit.
 FLOOR = ("torch==2.11.*", "triton==3.6.*")
 
@@ -54,7 +56,8 @@ def released(changelog: str, version: str, date: str) -> str:
 def in_workspace(session: nox.Session, *command: str) -> None:
     """Runs a command in the one environment that holds every package and every dependency group."""
     everything = ("--locked", "--all-packages", "--all-groups")
-    session.run("uv", "run", *everything, *command, env={"UV_PROJECT_ENVIRONMENT": ".nox/workspace"}, external=True)
+    variables = {"UV_PROJECT_ENVIRONMENT": ".nox/workspace"} | (ONE_THREAD if "pytest" in command else {})
+    session.run("uv", "run", *everything, *command, env=variables, external=True)
 
 
 def prove(session: nox.Session, table: str) -> None:
@@ -74,7 +77,7 @@ def tests(session: nox.Session, package: str) -> None:
     session.run_install("uv", "sync", "--quiet", "--locked", "--package", package, env=here, external=True)
     # The two proof folders have sessions of their own.
     proofs = [f"--ignore={folder(package)}/tests/{table}" for table in ("parity", "sm120")]
-    session.run("python", "-m", "pytest", str(folder(package)), *proofs, *session.posargs)
+    session.run("python", "-m", "pytest", str(folder(package)), *proofs, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(venv_backend="none")
@@ -129,7 +132,8 @@ def floor(session: nox.Session) -> None:
     groups = [argument for package in PACKAGES for argument in ("--group", f"{folder(package)}/pyproject.toml:test")]
     # Without the root's configuration, whose constraints pin the newer stack.
     session.run_install("uv", "pip", "install", "--no-config", *FLOOR, *packages, *groups, external=True)
-    session.run("python", "-m", "pytest", *(str(folder(package)) for package in PACKAGES), *session.posargs)
+    folders = (str(folder(package)) for package in PACKAGES)
+    session.run("python", "-m", "pytest", *folders, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(default=False, venv_backend="none")
