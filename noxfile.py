@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent
 # In the order in which they may depend on one another: kernels <- quant <- model <- train <- bench.
 PACKAGES = ("dormouse-kernels", "dormouse-quant", "dormouse-model", "dormouse-train", "dormouse-bench")
 PUBLISHED = PACKAGES[:4]
-# Tests are small: a second thread mostly waits (parity beside five busy processes: 267 s with two threads, 55 with one).
+# Tests are small, a second thread mostly waits: parity beside five busy processes took 267 s with two and 55 with one.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 # The oldest versions that the packages' ranges admit.
 FLOOR = ("torch==2.11.*", "triton==3.6.*")

@@ -23,6 +23,12 @@ def test_a_row_is_flat_and_has_the_columns_that_others_build_on():
     assert set(Origin.model_fields) == {"machine", "torch", "triton", "commit", "date"}
 
 
+def test_the_schema_page_lists_the_columns_in_their_order():
+    section = (Path(__file__).parents[3] / "docs" / "schemas.md").read_text().split("## Bench rows")[1]
+    keys = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert tuple(name.strip(" `") for key in keys for name in key.split(",")) == COLUMNS
+
+
 def test_rows_survive_a_file_in_order_and_one_a_line(tmp_path):
     rows = [Row.model_validate(GOOD), Row.model_validate(GOOD | {"shape": "qwen3", "floor_ms": 1.25})]
     write(tmp_path / "new" / "rows.json", rows)
