@@ -76,6 +76,14 @@ def test_the_phase_of_one_does_not_reach_another():
     assert second.snapshot() == {"a/forward/b": 1}
 
 
+def test_entering_a_phase_makes_its_counters_the_current_ones():
+    first, second = Counters(), Counters()
+    with first:
+        with second.phase("recompute"):
+            assert current() is second
+        assert current() is first
+
+
 def test_a_thread_sees_them_only_through_a_phase():
     seen = []
     with Counters() as counters:

@@ -313,6 +313,14 @@ def test_low_precision_is_within_its_rounding_of_the_oracle(latent_case, impleme
         assert error < 1e-2, f"{name}: {error}"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_reference_in_low_precision_is_the_fp32_pass_rounded_once(latent_case, dtype):
+    case = latent_case(T=64, d=64, r=16, f=48, E=4, k=3, dtype=dtype)
+    want = run(case.to(torch.float32), "reference")
+    got = run(case, "reference")
+    assert_same_bits(got, {name: tensor.to(dtype) for name, tensor in want.items()})
+
+
 def test_under_autocast_the_operands_are_cast_and_gradients_keep_their_dtype(latent_case, implementation):
     case = latent_case(dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
