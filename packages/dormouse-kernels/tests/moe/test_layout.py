@@ -30,6 +30,7 @@ def test_values_of_slots_come_back_and_dead_slots_as_zero(layout):
 def test_dead_slots_are_zero_whatever_is_in_their_rows(layout):
     values = draw(4, 2)
     values[~LIVE] = torch.nan
+    assert layout.of_slot(values).isfinite().all()
     back = layout.to_slot(layout.of_slot(values).squeeze(-1))
     assert torch.equal(back, torch.where(LIVE, values, 0))
     rows = layout.dispatch(draw(4, 3)).sum(-1)

@@ -221,7 +221,7 @@ def test_dependent_rows_never_give_nan_and_are_refused_by_bound(generator):
     assert torch.equal(muon.retract(factors[[0, 2]], bound=1e-3), got[[0, 2]])
 
 
-@pytest.mark.parametrize("x", [torch.zeros(4, 8), torch.ones(4, 8), torch.full((4, 8), 1e-30)])
+@pytest.mark.parametrize("x", [torch.zeros(4, 8), torch.ones(4, 8), torch.ones(16, 32), torch.full((4, 8), 1e-30)])
 def test_a_hopeless_factor_stays_finite(x):
     assert muon.retract(x, steps=6).isfinite().all()
 
