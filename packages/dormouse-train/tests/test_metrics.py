@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+import pytest
 from dormouse_train.metrics import Metrics, read
 
 
@@ -14,15 +14,7 @@ def test_a_line_is_flat_json_with_its_step_first(tmp_path: Path):
 def test_a_number_that_is_not_finite_is_null(tmp_path: Path):
     Metrics(tmp_path).write({"step": 1, "loss": float("nan"), "grad_norm": float("inf")})
     line = (tmp_path / "metrics.jsonl").read_text()
-    assert json.loads(line, parse_constant=lambda name: pytest_fail(name)) == {
-        "step": 1,
-        "loss": None,
-        "grad_norm": None,
-    }
-
-
-def pytest_fail(name: str) -> None:
-    raise AssertionError(f"{name} is not JSON")
+    assert line == '{"step": 1, "loss": null, "grad_norm": null}\n'
 
 
 def test_cutting_back_keeps_the_lines_up_to_the_step(tmp_path: Path):
@@ -37,15 +29,16 @@ def test_cutting_back_keeps_the_lines_up_to_the_step(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_line_that_a_killed_process_left_unfinished_is_dropped(tmp_path: Path):
+@pytest.mark.parametrize("torn", ['{"step": 2, "lo', '{"step": 2, "loss": 0.75}'], ids=["within", "before its end"])
+def test_a_line_that_a_killed_process_left_unfinished_is_dropped(tmp_path: Path, torn: str):
     metrics = Metrics(tmp_path)
     metrics.write({"step": 1, "loss": 0.5})
     with metrics.path.open("a") as file:
-        file.write('{"step": 2, "lo')
+        file.write(torn)
     assert [line["step"] for line in read(tmp_path)] == [1]
     metrics.cut_back(5)
     metrics.write({"step": 2, "loss": 0.25})
-    assert [line["step"] for line in read(tmp_path)] == [1, 2]
+    assert read(tmp_path) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}]
 
 
 def test_there_may_be_nothing_to_cut(tmp_path: Path):
