@@ -50,7 +50,8 @@ def read(model: Dormouse, text: bytes, state: State | None = None) -> tuple[Tens
     ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
     logits = None
     for piece in ids.split(PREFILL):
-        output = model(piece.unsqueeze(0), state, return_state=True)
+        with model.autocast():
+            output = model(piece.unsqueeze(0), state, return_state=True)
         logits, state = output.logits[0, -1], output.state
     assert logits is not None
     assert state is not None

@@ -80,6 +80,11 @@ class Dormouse(nn.Module):
         new_state = State(tuple(after)) if return_state else None
         return Output(logits, torch.stack(losses).mean(), torch.stack(counts), new_state)
 
+    def autocast(self) -> torch.autocast:
+        """The context that the forward pass is meant to run in: bf16 on CUDA, the parameters' own dtype elsewhere."""
+        device = self.embedding.weight.device.type
+        return torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
+
     def init_state(self, batch_size: int, device: torch.device | str | None = None) -> State:
         """The state before the first byte of `batch_size` sequences: zeros."""
         model, like = self.config.model, self.embedding.weight

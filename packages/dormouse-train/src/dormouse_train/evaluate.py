@@ -87,7 +87,7 @@ def evaluate(
     state, nats = None, 0.0
     for at in range(0, longest, segment):
         ids = torch.from_numpy(rows[:, at : at + segment + 1].astype(np.int64)).to(device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        with model.autocast():
             out = model(ids[:, :-1], state, return_state=True)
         state = out.state
         losses = F.cross_entropy(out.logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")

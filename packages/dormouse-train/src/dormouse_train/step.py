@@ -65,7 +65,7 @@ def _gradients(
     cross_entropy, loss, counts = torch.zeros((), device=device), torch.zeros((), device=device), torch.zeros(())
     for micro in range(accumulate):
         rows = torch.from_numpy(batches.at(step, micro, accumulate)).to(device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        with model.autocast():
             out = model(rows[:, :-1])
         part = next_byte_loss(out.logits, rows[:, 1:])
         total = part + config.experts.balance_loss_coef * out.balance_loss
