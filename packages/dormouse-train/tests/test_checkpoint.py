@@ -16,8 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dormouse_model import Dormouse
 from dormouse_train.checkpoint import Checkpoint, RandomState
+from dormouse_train.config import load_config
 from dormouse_train.errors import UserError
+from dormouse_train.optim.optimizer import Optimizer
 from torch import Tensor
 
 KILLS = 20
@@ -70,6 +73,28 @@ def test_a_load_gives_back_every_value_and_leaves_every_tensor_where_it_is(tmp_p
         assert same, name
     assert progress.state == {"step": 3}
     assert {name: v.data_ptr() for name, v in model.state.items() if isinstance(v, Tensor)} == before
+
+
+def test_a_load_keeps_the_address_of_every_parameter_and_moment(tmp_path: Path):
+    config = load_config("nano", ["model.d_model=32", "experts.num_experts=4", "experts.shared_rank=16"])
+    ends = []
+    for seed in (0, 1):
+        model = Dormouse(config.architecture, seed=seed)
+        optimizer = Optimizer(model, config.optim, config.train.lr)
+        saved = Checkpoint(tmp_path).add("model", model).add("optimizer", optimizer)
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers()), **optimizer.state_dict()}
+        before = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+        if seed == 0:
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step(1.0)
+            saved.save(1)
+        else:
+            saved.load()
+        assert {name: tensor.data_ptr() for name, tensor in tensors.items()} == before
+        ends.append(tensors)
+    for name, tensor in ends[0].items():
+        assert torch.equal(tensor, ends[1][name]), name
 
 
 def test_tensors_that_are_views_or_transposed_are_stored_by_value(tmp_path: Path):
