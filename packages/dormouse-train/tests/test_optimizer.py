@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -285,3 +287,17 @@ def test_a_model_whose_factors_no_rule_knows_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(model, "factors", lambda: Dormouse.factors(model)[:-1])
     with pytest.raises(ValueError, match="factors"):
         Optimizer(model, load_config(TINY).optim, 0.02)
+
+
+def test_neither_building_nor_stepping_imports_torchs_compiler() -> None:
+    # torch.optim's classes do, which costs seconds of two cores before the first step of every run.
+    script = (
+        "import sys, torch; from pathlib import Path; from dormouse_model import Dormouse\n"
+        "from dormouse_train.config import load_config; from dormouse_train.optim.optimizer import Optimizer\n"
+        f"config = load_config({TINY!r}); model = Dormouse(config.architecture)\n"
+        "optimizer = Optimizer(model, config.optim, config.train.lr)\n"
+        "model(torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward(); optimizer.step(1.0)\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from dormouse_kernels import muon
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from dormouse_train.optim.groups import Group, Method, assign
 
@@ -33,6 +34,21 @@ class Row:
     numbers: int
     rate: float
     decay: float
+
+
+@dataclass(frozen=True)
+class Moments:
+    """AdamW's state of one parameter: how often it was updated, and the two averages."""
+
+    updates: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+    @staticmethod
+    def zeros(parameter: nn.Parameter) -> Moments:
+        """The state before the first update."""
+        count = torch.zeros((), device=parameter.device)
+        return Moments(count, torch.zeros_like(parameter), torch.zeros_like(parameter))
 
 
 class Optimizer:
@@ -61,7 +77,7 @@ class Optimizer:
         self._by_shape = _by_shape({name: self._seen(name, p) for name, p in self._dense.items()})
         device = next(model.parameters()).device
         self._rates = {method: torch.zeros((), device=device) for method in self.peak}
-        self._adamw = self._make_adamw([group for group in self.groups if group.rule.method == "adamw"])
+        self._moments = {name: Moments.zeros(p) for name, p in self._named("adamw").items()}
 
     def _named(self, method: Method) -> dict[str, nn.Parameter]:
         return {name: p for group in self.groups if group.rule.method == method for name, p in group.parameters.items()}
@@ -69,24 +85,6 @@ class Optimizer:
     def _seen(self, name: str, tensor: Tensor) -> Tensor:
         """A dense matrix without its pad columns."""
         return tensor[:, : self._widths[name]] if name in self._widths else tensor
-
-    def _make_adamw(self, groups: list[Group]) -> torch.optim.AdamW:
-        adamw = torch.optim.AdamW(
-            [{"params": list(g.parameters.values()), "weight_decay": self._decay(g)} for g in groups],
-            lr=self._rates["adamw"],
-            betas=self.optim.betas,
-            eps=self.optim.eps,
-            fused=True,
-        )
-        for group in adamw.param_groups:
-            for p in group["params"]:
-                # Made here rather than at the first step: a checkpoint is loaded into tensors that exist.
-                adamw.state[p] = {
-                    "step": torch.zeros((), device=p.device),
-                    "exp_avg": torch.zeros_like(p),
-                    "exp_avg_sq": torch.zeros_like(p),
-                }
-        return adamw
 
     def _decay(self, group: Group) -> float:
         return self.optim.weight_decay if group.rule.decays else 0.0
@@ -111,7 +109,9 @@ class Optimizer:
             self._step_factor(factor)
         for names in self._by_shape:
             self._step_dense([name for name in names if self._dense[name].grad is not None])
-        self._adamw.step()
+        for group in self.groups:
+            if group.rule.method == "adamw":
+                self._step_adamw(group)
 
     def _step_factor(self, factor: Factor) -> None:
         if factor.high.grad is None:
@@ -138,7 +138,7 @@ class Optimizer:
         beta = self.optim.momentum
         updates = []
         for name in names:
-            grad, momentum = self._seen(name, self._grad(name)).float(), self._momentum[name]
+            grad, momentum = self._seen(name, _grad(self._dense[name])).float(), self._momentum[name]
             momentum.lerp_(grad, 1 - beta)
             updates.append(grad.lerp(momentum, beta) if self.optim.nesterov else momentum)
         # Stacked copies: orthogonalizing must never touch the momentum itself.
@@ -152,18 +152,32 @@ class Optimizer:
             seen = self._seen(name, self._dense[name])
             seen.mul_(1 - rate * self.optim.weight_decay).sub_(update * rate)
 
-    def _grad(self, name: str) -> Tensor:
-        grad = self._dense[name].grad
-        assert grad is not None
-        return grad
+    def _step_adamw(self, group: Group) -> None:
+        """Torch's own AdamW as a function: its class imports the compiler, seconds of every start."""
+        named = {name: p for name, p in group.parameters.items() if p.grad is not None}
+        moments = [self._moments[name] for name in named]
+        adamw(
+            list(named.values()),
+            [_grad(p) for p in named.values()],
+            [m.exp_avg for m in moments],
+            [m.exp_avg_sq for m in moments],
+            [],
+            [m.updates for m in moments],
+            fused=True,
+            amsgrad=False,
+            beta1=self.optim.betas[0],
+            beta2=self.optim.betas[1],
+            lr=self._rates["adamw"],
+            weight_decay=self._decay(group),
+            eps=self.optim.eps,
+            maximize=False,
+        )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """`momentum.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME` and `updates.NAME` (AdamW's step count); live tensors."""
+        """`momentum.NAME`; `updates.NAME` (AdamW's count of steps), `exp_avg.NAME`, `exp_avg_sq.NAME`; live tensors."""
         state = {f"momentum.{name}": tensor for name, tensor in self._momentum.items()}
-        for name, p in self._named("adamw").items():
-            held = self._adamw.state[p]
-            state |= {f"updates.{name}": held["step"]}
-            state |= {f"{key}.{name}": held[key] for key in ("exp_avg", "exp_avg_sq")}
+        for name, moments in self._moments.items():
+            state |= {f"{key}.{name}": tensor for key, tensor in vars(moments).items()}
         return state
 
     @torch.no_grad()
@@ -178,6 +192,11 @@ class Optimizer:
             )
         for name, tensor in held.items():
             tensor.copy_(state_dict[name])
+
+
+def _grad(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def _matching(factors: list[Factor], claimed: dict[str, nn.Parameter]) -> list[Factor]:
