@@ -34,8 +34,8 @@ def draw(batch: int, length: int, heads: int = 2, size: int = 8, *, dtype: torch
     return {name: tensor.to(dtype) for name, tensor in inputs.items()}
 
 
-def run(rule: Callable, inputs: Inputs, pieces: tuple[int, ...] | None = None) -> Inputs:
-    """Output, final state and the gradients of one fixed loss of both; the sequence in `pieces` if asked."""
+def run(rule: Callable, inputs: Inputs, pieces: tuple[int, ...] | None = None, *, times: float = 1.0) -> Inputs:
+    """Output, final state and the gradients of one loss of both, `times` it; the sequence in `pieces` if asked."""
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in inputs.items()}
     length, size = inputs["q"].shape[1], inputs["q"].shape[-1]
     state, outputs, start = leaves["state"], [], 0
@@ -48,7 +48,7 @@ def run(rule: Callable, inputs: Inputs, pieces: tuple[int, ...] | None = None) -
     weights = torch.Generator().manual_seed(5)
     loss = sum((t * torch.randn(t.shape, generator=weights, dtype=torch.float64)).sum() for t in (output, state))
     assert isinstance(loss, torch.Tensor)
-    gradients = torch.autograd.grad(loss, [leaves[name] for name in NAMES])
+    gradients = torch.autograd.grad(loss * times, [leaves[name] for name in NAMES])
     return {"o": output, "S": state} | {f"d_{name}": g for name, g in zip(NAMES, gradients, strict=True)}
 
 
@@ -144,6 +144,17 @@ def test_strong_decay_is_finite_and_equal_to_the_recurrence(rule, kind):
     bound = {"d_g": 1e-4} if rule == "bounded" else {}
     over = {name: error for name, error in errors(got, want).items() if error > bound.get(name, 1e-5)}
     assert not over
+
+
+def test_small_gradients_keep_their_digits_under_strong_decay():
+    """Unanchored, a factor of e^-80 times a gradient of 1e-6 falls out of fp32's normal numbers."""
+    inputs = draw(1, 16)
+    inputs["g"] = decays("-5 everywhere", inputs)
+    want = run(recurrent_delta_rule, inputs, times=1e-6)
+    got = run(bounded_chunk_delta_rule, {name: tensor.float() for name, tensor in inputs.items()}, times=1e-6)
+    found = errors(got, want)
+    assert found.pop("d_g") < 1e-3
+    assert max(found.values()) < 1e-5, found
 
 
 def test_exponentiating_before_the_mask_would_be_noticed():

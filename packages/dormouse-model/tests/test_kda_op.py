@@ -9,7 +9,9 @@ import torch
 from dormouse_kernels import Counters
 from dormouse_model.kda import selection
 from dormouse_model.kda.op import kda
+from dormouse_model.kda.recurrent import recurrent_delta_rule
 from dormouse_model.kda.selection import REASONS, Choice, choose, refuse_fallback
+from dormouse_model.norm import unit
 
 SERVED: dict[str, Any] = {
     "device_type": "cuda",
@@ -152,6 +154,18 @@ def test_a_single_byte_that_needs_a_gradient_gets_one():
         output, _ = kda(**given, **GATED)
     assert counters.snapshot() == {"kda/forward/torch": 1}
     assert output.requires_grad
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_it_is_the_recurrence_of_unit_queries_and_keys_scaled_by_the_root_of_their_size(bounded):
+    given = arguments(9)
+    given["gate"] = -given["gate"].abs().clamp(max=4.9)
+    want, want_state = recurrent_delta_rule(
+        unit(given["q"]), unit(given["k"]), given["v"], given["gate"], given["beta"], scale=8**-0.5
+    )
+    got, state = kda(**given, lower_bound=-5.0 if bounded else None)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(state, want_state, rtol=1e-5, atol=1e-6)
 
 
 def test_the_gate_is_the_bounded_sigmoid():

@@ -71,7 +71,8 @@ class _Rule(torch.autograd.Function):
         keys = k / grown
         rows = torch.cat([q * grown, k * grown], -2)
         attention, similarity = (rows @ keys.mT).split(CHUNK, -2)
-        attention, similarity = attention * _below(0, q, scale), similarity * _below(-1, q)
+        attention = attention * _below(0, q, scale)
+        # The solve reads what is below the diagonal alone, so `similarity` needs no mask.
         one = torch.eye(CHUNK, dtype=q.dtype, device=q.device).expand_as(similarity)
         inverse = torch.linalg.solve_triangular(similarity * beta, one, upper=False, unitriangular=True)
         mixed = inverse * beta.mT

@@ -53,7 +53,7 @@ def _decay_between(g: Tensor) -> Tensor:
     """`e^(G_i - G_j)` for i >= j and 0 elsewhere, [..., C, C, K] from `g` [..., C, K].
 
     Sums run over the bytes between j and i: the difference of two running sums of thousands has no digits left. The
-    mask comes before the exponential: above the diagonal it overflows, and 0 * inf is NaN in the backward.
+    mask comes before the exponential, so that nothing masked can overflow and be NaN, as 0 * inf, in the backward.
     """
     all_pairs = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device)
     not_between, future = (all_pairs.triu(diagonal).unsqueeze(-1) for diagonal in (0, 1))
