@@ -50,7 +50,12 @@ REFUSED = [
     ("top_k_weights", INDEX, TypeError, "top_k_weights is torch.int64; pass float64"),
     ("residual", torch.randn(4, 5), ValueError, r"residual has shape \[4, 5\], expected \[T, f_pad\] = \[4, 16\]"),
     ("capacity", 0, ValueError, "capacity is 0; pass at least 1, or None"),
-    ("implementation", "triton", ValueError, "implementation is 'triton'; pass one of auto, reference, padded"),
+    (
+        "implementation",
+        "grouped",
+        ValueError,
+        "implementation is 'grouped'; pass one of auto, reference, padded, triton",
+    ),
     ("routing", route(INDEX, 3), ValueError, r"routing was made for 3 experts .* pass route\(top_k_index, 2\)"),
     ("routing", route(INDEX[:2], 2), ValueError, r"routing was made from top_k_index \[2, 2\].* got \[4, 2\]"),
 ]

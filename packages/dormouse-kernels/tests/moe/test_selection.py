@@ -21,7 +21,7 @@ def test_auto_takes_the_winner_of_the_device_and_considers_all(device, chosen):
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_name_overrides_the_choice(name, device):
-    choice = choose("glu_experts", implementation=name, device=device, **SHAPE)
+    choice = choose("latent_glu_experts", implementation=name, device=device, **SHAPE)
     assert (choice.implementation, choice.reason) == (name, "asked for by name")
 
 

@@ -10,12 +10,13 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from dormouse_kernels import counters
+from dormouse_kernels.launch import interpreting
 from dormouse_kernels.moe import checks, gated
 from dormouse_kernels.moe.layout import Layout
 from dormouse_kernels.moe.padded import PaddedRows
 from dormouse_kernels.moe.reference import SortedRows
 from dormouse_kernels.moe.route import Routing, route
-from dormouse_kernels.moe.selection import AUTO, choose
+from dormouse_kernels.moe.selection import AUTO, TRITON, TRITON_MOST_EXPERTS, TRITON_RANKS, Choice, choose
 
 _LAYOUTS: dict[str, Callable[[Routing, int | None, torch.dtype], Layout]] = {
     "reference": SortedRows,
@@ -49,7 +50,8 @@ def latent_glu_experts(
 
     `routing`: `route(top_k_index, E)` made earlier. `capacity`: an expert takes its first rows in slot order, further
     ones are dropped and counted. An index outside [0, E) gives zeros and is counted; `check_indices=True` refuses it
-    instead, reading the device. Saved for the backward: the arguments and [p, q]; the GLU is recomputed.
+    instead, reading the device. Saved for the backward: the arguments and [p, q] ("triton": z too); the GLU is
+    recomputed. "triton" needs contiguous banks, a rank of 16, 32 or 64 and no capacity: "auto" falls back, counted.
     Errors: `ValueError` or `TypeError`, naming the argument. Formula: two-latent spectral experts, design of this
     project; the factorisation is that of arXiv 2604.00733.
     """
@@ -160,28 +162,97 @@ def _run(
     checks.check_capacity(op, capacity)
     dtype = torch.promote_types(torch.promote_types(hidden_states.dtype, gate_up_proj.dtype), down.dtype)
     device = hidden_states.device.type
-    choice = choose(
-        op, implementation=implementation, T=hidden_states.shape[0], k=top_k_index.shape[1], num_experts=num_experts,
-        d=hidden_states.shape[1], r=down.shape[2], f=down.shape[1], dtype=dtype, device=device,
-    )  # fmt: skip
-    if routing is None:
+    unfit = _triton_unfit(op, arguments, top_k_index, capacity, dtype)
+    choice, reason = _choose(op, arguments, top_k_index, dtype, implementation, unfit)
+    plan = None
+    if choice.implementation == TRITON:
+        # here, because a plain `import dormouse_kernels` must not wait for triton
+        from dormouse_kernels.moe.latent import op as latent
+
+        plan = latent.plan_for(top_k_index, num_experts, dtype)
+        routing = plan.routing(top_k_index)
+    elif routing is None:
         routing = route(top_k_index, num_experts)
     if check_indices:
         checks.check_indices_in_range(op, routing)
-    _count(f"moe.{op}", choice.implementation, routing, capacity)
-    layout = _LAYOUTS[choice.implementation](routing, capacity, dtype)
+    _count(f"moe.{op}", choice.implementation, routing, capacity, reason)
     with torch.autocast(device, enabled=False):
+        if plan is not None:
+            return latent.latent_experts(
+                hidden_states, gate_up_proj, _given(arguments.scale), down, arguments.top_k_weights,
+                arguments.residual, plan, dtype,
+            )  # fmt: skip
         return _ExpertPass.apply(
             hidden_states, gate_up_proj, arguments.scale, down, arguments.top_k_weights, arguments.residual,
-            arguments.width, layout, dtype,
+            arguments.width, _LAYOUTS[choice.implementation](routing, capacity, dtype), dtype,
         )  # fmt: skip
 
 
-def _count(site: str, implementation: str, routing: Routing, capacity: int | None) -> None:
+def _choose(
+    op: str,
+    arguments: _Arguments,
+    top_k_index: torch.Tensor,
+    dtype: torch.dtype,
+    implementation: str,
+    unfit: tuple[str, str] | None,
+) -> tuple[Choice, str]:
+    """The choice, and the reason of a fallback. Errors: `ValueError` for "triton" by name where it cannot run."""
+    hidden_states, down = arguments.hidden_states, arguments.down
+
+    def choice(name: str) -> Choice:
+        return choose(
+            op, implementation=name, T=hidden_states.shape[0], k=top_k_index.shape[1], num_experts=down.shape[0],
+            d=hidden_states.shape[1], r=down.shape[2], f=down.shape[1], dtype=dtype, device=hidden_states.device.type,
+        )  # fmt: skip
+
+    chosen = choice(implementation)
+    if chosen.implementation != TRITON or unfit is None:
+        return chosen, ""
+    if implementation == TRITON:
+        raise ValueError(
+            f"{op}: implementation='triton' cannot take {unfit[1]}; pass implementation='padded' or 'reference'"
+        )
+    return choice("padded"), unfit[0]
+
+
+def _triton_unfit(
+    op: str, arguments: _Arguments, top_k_index: torch.Tensor, capacity: int | None, dtype: torch.dtype
+) -> tuple[str, str] | None:
+    """(a fallback's reason, what the Triton kernels cannot take), or None: what only the call itself shows."""
+    if op != "latent_glu_experts":
+        return "op", "this op: it has kernels for latent_glu_experts alone"
+    if capacity is not None:
+        return "capacity", f"capacity={capacity}: it drops nothing"
+    for name, bank in (
+        ("gate_up_proj", arguments.gate_up_proj),
+        ("scale", _given(arguments.scale)),
+        ("v", arguments.down),
+    ):
+        if not bank.is_contiguous():
+            return "strides", f"{name} with strides {bank.stride()}: it reads contiguous banks"
+    device = arguments.hidden_states.device.type
+    if device != "cuda" and not (device == "cpu" and interpreting()):
+        return "device", f"tensors on {device}: it needs a CUDA device"
+    rank, experts, k = arguments.down.shape[2], arguments.down.shape[0], top_k_index.shape[1]
+    if rank not in TRITON_RANKS:
+        return "rank", f"rank {rank}: it has tiles for {', '.join(map(str, TRITON_RANKS))}"
+    if experts > TRITON_MOST_EXPERTS:
+        return "experts", f"{experts} experts: it takes up to {TRITON_MOST_EXPERTS}"
+    if dtype == torch.float64 or k < 1:
+        return "dtype", f"{dtype} with k = {k}: it takes up to four bytes an element, and k of at least 1"
+    return None
+
+
+def _given(scale: torch.Tensor | None) -> torch.Tensor:
+    assert scale is not None
+    return scale
+
+
+def _count(site: str, implementation: str, routing: Routing, capacity: int | None, reason: str) -> None:
     active = counters.current()
     if active is None:
         return
-    active.count(site, implementation)
+    active.count(site, implementation, reason=reason)
     active.count_rows(site, "bad_index", routing.bad_indices())
     if capacity is not None:
         active.count_rows(site, "dropped", (routing.counts - capacity).clamp_(min=0).sum())

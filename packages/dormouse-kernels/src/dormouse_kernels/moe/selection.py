@@ -7,7 +7,12 @@ from typing import NamedTuple
 import torch
 
 AUTO = "auto"
-IMPLEMENTATIONS: tuple[str, ...] = ("reference", "padded")
+TRITON = "triton"
+IMPLEMENTATIONS: tuple[str, ...] = ("reference", "padded", TRITON)
+TRITON_RANKS = (16, 32, 64)
+TRITON_MOST_EXPERTS = 4094
+_TRITON_ROWS = 256
+"""Mean rows an expert up to which reading each bank once is what counts; measured at 32, b1's own (H200)."""
 
 
 class Choice(NamedTuple):
@@ -51,10 +56,28 @@ def choose(
                 "padded",
                 "computes every expert at the largest count: slower on a CPU, and more so the more skewed the routing",
             ),
+            (TRITON, "needs a CUDA device"),
         )
         return Choice("reference", considered[0][1], considered)
-    considered = (
+    others = (
         ("padded", "a few batched products whatever the number of experts"),
         ("reference", "launches a product an expert and reads the offsets back"),
     )
-    return Choice("padded", considered[0][1], considered)
+    unfit = _triton_unfit(op_name, T=T, k=k, num_experts=num_experts, r=r, dtype=dtype)
+    if unfit is None:
+        reason = "reads every expert's weights once, expands nothing and never syncs"
+        return Choice(TRITON, reason, ((TRITON, reason), *others))
+    return Choice("padded", others[0][1], (others[0], (TRITON, unfit), others[1]))
+
+
+def _triton_unfit(op_name: str, *, T: int, k: int, num_experts: int, r: int, dtype: torch.dtype) -> str | None:
+    """Why the Triton kernels are not the choice on a CUDA device for this shape; None where they are."""
+    if op_name != "latent_glu_experts":
+        return "has kernels for latent_glu_experts alone"
+    if r not in TRITON_RANKS:
+        return f"has no tile for rank {r} ({', '.join(map(str, TRITON_RANKS))} have)"
+    if num_experts > TRITON_MOST_EXPERTS or k < 1 or dtype == torch.float64:
+        return f"takes 1 to {TRITON_MOST_EXPERTS} experts, k of at least 1 and up to four bytes an element"
+    if T * k > _TRITON_ROWS * num_experts:
+        return f"is made for at most {_TRITON_ROWS} rows an expert on average: more are a matter of FLOPs, not of bytes"
+    return None

@@ -1,0 +1,67 @@
+"""Tile sizes of the latent expert pass: what each class of machine runs, and nothing chosen at run time by timing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Block sizes, warps, pipeline depths and splits of every launch; `rows` is the most rows of a tile."""
+
+    rows: int = 64
+    latent_d: int = 64
+    latent_warps: int = 4
+    latent_stages: int = 3
+    expand_f: int = 128
+    expand_residual_f: int = 64
+    """Columns at a time where a residual is added: 128 would not fit in the registers."""
+    expand_warps: int = 4
+    expand_stages: int = 2
+    expand_splits: int = 8
+    grad_v_f: int = 64
+    grad_v_warps: int = 4
+    grad_v_stages: int = 4
+    grad_v_splits: int = 2
+    grad_u_d: int = 128
+    grad_u_warps: int = 8
+    grad_u_stages: int = 3
+    grad_u_splits: int = 2
+    long_block: int = 64
+    long_warps: int = 4
+    long_stages: int = 3
+    long_programs: int = 264
+    turns: bool = True
+    """Two experts a token: add up in turns, instead of writing expanded rows and summing them."""
+
+
+SM_90 = Tiles()
+"""Measured on an H200: wgmma, 227 KiB of shared memory a block."""
+SM_120 = replace(SM_90, grad_v_stages=3, grad_u_d=64, long_programs=72)
+"""For 99 KiB of shared memory and mma.sync; compiled for, not measured."""
+WIDE = Tiles(
+    rows=32, latent_d=32, latent_stages=2, expand_f=64, expand_residual_f=32, grad_v_f=16, grad_v_warps=8,
+    grad_v_stages=2, grad_u_d=32, grad_u_stages=2, long_block=32, long_warps=8, long_stages=2,
+)  # fmt: skip
+"""For four-byte operands, anywhere: half the rows, so that registers and shared memory hold."""
+INTERPRETED = Tiles(
+    rows=16,
+    latent_d=16,
+    expand_f=16,
+    expand_residual_f=16,
+    expand_splits=2,
+    grad_v_f=16,
+    grad_u_d=16,
+    long_block=16,
+    long_programs=2,
+)
+"""For the interpreter: small tiles, so that small cases have several."""
+
+
+def tiles_for(capability: tuple[int, int] | None, itemsize: int) -> Tiles:
+    """The table's row for a compute capability (None: the interpreter) and the operands' bytes."""
+    if capability is None:
+        return INTERPRETED
+    if itemsize > 2:
+        return WIDE
+    return SM_90 if capability[0] in (9, 10) else SM_120
