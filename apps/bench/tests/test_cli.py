@@ -19,7 +19,8 @@ HERE = Origin.model_validate(
 
 @pytest.fixture
 def run(monkeypatch):
-    monkeypatch.setitem(experts.SHAPES, "nano", Shape(tokens=11, d=48, r=16, f=37, experts=5, k=2))
+    small = Shape(tokens=11, d=48, r=16, f=37, experts=5, k=2)
+    monkeypatch.setattr(experts, "shapes", lambda: {"nano": small, "b1": small})
     return lambda *arguments: CliRunner().invoke(cli.app, list(arguments))
 
 

@@ -8,7 +8,7 @@ from dormouse_bench import experts
 from dormouse_bench.experts import Shape, arguments, compare, passes, refuse_disagreement
 from dormouse_bench.rows import Origin
 from dormouse_kernels import Counters
-from dormouse_model.config import ModelConfig, read_config, validate
+from dormouse_train.config import load_config
 
 TINY = Shape(tokens=11, d=48, r=16, f=37, experts=5, k=2)
 HERE = Origin.model_validate(
@@ -16,20 +16,16 @@ HERE = Origin.model_validate(
 )
 
 
-@pytest.fixture
-def tiny(monkeypatch):
-    monkeypatch.setitem(experts.SHAPES, "tiny", TINY)
-
-
-def test_nano_is_the_shape_of_the_nano_configuration():
-    config = validate(ModelConfig, read_config("nano"))
-    nano = experts.SHAPES["nano"]
+def test_a_named_configuration_is_raced_at_its_own_step():
+    config = load_config("nano")
+    nano = experts.shapes()["nano"]
+    assert nano.tokens == config.train.batch * config.train.seq
     assert (nano.d, nano.r, nano.f) == (config.model.d_model, config.experts.rank, config.experts.d_ffn)
     assert (nano.experts, nano.k) == (config.experts.num_experts, config.experts.top_k)
 
 
-def test_a_comparison_has_a_row_for_every_arm_and_phase(tiny):
-    result = compare("tiny", "cpu", torch.float32, 1, HERE)
+def test_a_comparison_has_a_row_for_every_arm_and_phase():
+    result = compare("tiny", TINY, "cpu", torch.float32, 1, HERE)
     keys = [(row.phase, row.implementation) for row in result.rows]
     assert keys == [(phase, arm) for phase in ("fwd", "fwd+bwd") for arm in ("reference", "padded")]
     assert {(row.bench, row.shape, row.machine, row.peak_extra_bytes) for row in result.rows} == {
@@ -52,7 +48,8 @@ def test_the_backward_phase_gives_every_gradient():
 
 
 def test_loads_are_uneven_and_the_same_for_a_seed():
-    first, again, other = (arguments(experts.SHAPES["nano"], torch.float32, "cpu", seed) for seed in (0, 0, 1))
+    shape = Shape(tokens=2048, d=48, r=16, f=37, experts=16, k=2)
+    first, again, other = (arguments(shape, torch.float32, "cpu", seed) for seed in (0, 0, 1))
     assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
     assert not torch.equal(first.v, other.v)
     loads = first.top_k_index.flatten().bincount(minlength=16)
@@ -60,7 +57,7 @@ def test_loads_are_uneven_and_the_same_for_a_seed():
 
 
 @pytest.mark.parametrize("fault", [1e-3, float("nan")])
-def test_arms_that_differ_are_not_compared(tiny, monkeypatch, fault):
+def test_arms_that_differ_are_not_compared(monkeypatch, fault):
     real = experts.latent_glu_experts
 
     def planted(*given, implementation, routing):
@@ -69,7 +66,7 @@ def test_arms_that_differ_are_not_compared(tiny, monkeypatch, fault):
 
     monkeypatch.setattr(experts, "latent_glu_experts", planted)
     with pytest.raises(experts.DisagreementError, match=r"padded is .* away from reference in out"):
-        compare("tiny", "cpu", torch.float32, 1, HERE)
+        compare("tiny", TINY, "cpu", torch.float32, 1, HERE)
 
 
 def far(dtype: torch.dtype, times: float) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

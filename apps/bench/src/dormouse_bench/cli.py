@@ -34,7 +34,9 @@ def main() -> None:
 
 @app.command()
 def experts(
-    shape: Annotated[str, typer.Option(help="nano or b1; by default b1 on CUDA and nano elsewhere.")] = "",
+    shape: Annotated[
+        str, typer.Option(help="A named configuration or b1; by default b1 on CUDA and nano elsewhere.")
+    ] = "",
     device: DeviceOption = None,
     rounds: RoundsOption = 10,
     out: OutOption = None,
@@ -48,11 +50,12 @@ def experts(
 
     where = _device(device)
     name = shape or ("b1" if where == "cuda" else "nano")
-    if name not in bench.SHAPES:
-        _refuse(f"bench experts: --shape is {name!r}; choose {' or '.join(bench.SHAPES)}")
+    known = bench.shapes()
+    if name not in known:
+        _refuse(f"bench experts: --shape is {name!r}; choose {' or '.join(known)}")
     dtype = torch.bfloat16 if where == "cuda" else torch.float32
     try:
-        result = bench.compare(name, where, dtype, rounds, origin(where))
+        result = bench.compare(name, known[name], where, dtype, rounds, origin(where))
     except bench.DisagreementError as error:
         _refuse(str(error), code=1)
     tables.show(result.rows)

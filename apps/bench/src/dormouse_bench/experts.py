@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 from dormouse_kernels import latent_glu_experts, route
+from dormouse_model.config import named_configs
+from dormouse_train.config import Config, load_config
 
 from dormouse_bench.rows import Origin, Row
 from dormouse_bench.timing import Race, peak_extra_bytes, race
@@ -38,10 +40,24 @@ class Shape:
     k: int
 
 
-SHAPES = {
-    "nano": Shape(tokens=4096, d=192, r=16, f=512, experts=16, k=2),
-    "b1": Shape(tokens=16384, d=2048, r=64, f=5461, experts=1024, k=2),
-}
+B1 = Shape(tokens=16384, d=2048, r=64, f=5461, experts=1024, k=2)
+
+
+def shapes() -> dict[str, Shape]:
+    """Sizes by name: those of every named configuration at its own step, and `b1`."""
+    return {"b1": B1} | {name: _shape(load_config(name)) for name in named_configs()}
+
+
+def _shape(config: Config) -> Shape:
+    experts = config.experts
+    return Shape(
+        tokens=config.train.batch * config.train.seq,
+        d=config.model.d_model,
+        r=experts.rank,
+        f=experts.d_ffn,
+        experts=experts.num_experts,
+        k=experts.top_k,
+    )
 
 
 @dataclass(frozen=True)
@@ -127,9 +143,9 @@ def refuse_disagreement(
             )
 
 
-def compare(name: str, device: str, dtype: torch.dtype, rounds: int, origin: Origin) -> Comparison:
-    """Checks that the implementations agree at one of `SHAPES`, then times them in turn, forward and with backward."""
-    given = arguments(SHAPES[name], dtype, device)
+def compare(name: str, shape: Shape, device: str, dtype: torch.dtype, rounds: int, origin: Origin) -> Comparison:
+    """Checks that the implementations agree at a shape, then times them in turn, forward and with backward."""
+    given = arguments(shape, dtype, device)
     arms = {implementation: passes(given, implementation) for implementation in IMPLEMENTATIONS}
     rows, races = [], {}
     for phase in ("fwd", "fwd+bwd"):
