@@ -85,6 +85,25 @@ def test_a_run_folder_below_the_data_is_not_data(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    "left",
+    [
+        [".lock", "data/train.tmp"],
+        [".lock", "data/train.bin", "data/heldout.bin", "data.json"],
+        [".lock", "data.json", "data/train.bin", "notes.txt"],
+        ["checkpoints/step-3/manifest.json", "metrics.jsonl"],
+    ],
+    ids=["killed while packing", "killed after packing", "without its configuration", "checkpoints alone"],
+)
+def test_what_is_left_of_a_run_is_not_data(tmp_path: Path, left: list[str]):
+    paths = many(tmp_path / "books", 3)
+    for name in left:
+        file = tmp_path / "books" / "run" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("x")
+    assert [source.path for source in find([str(tmp_path / "books")])] == paths
+
+
+@pytest.mark.parametrize(
     ("make", "says"),
     [
         (lambda path: None, "does not exist"),

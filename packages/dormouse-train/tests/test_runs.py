@@ -144,6 +144,29 @@ def test_ctrl_c_during_start_up_leaves_with_130_and_no_traceback(command, second
     assert (process.returncode, err) == (130, "")
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_start_interrupted_while_it_reads_the_data_is_begun_anew(command, number: signal.Signals):
+    with (command.here / "endless.txt").open("wb") as file:
+        file.truncate(2**36)
+    run = command.here / "run"
+    process = command.start("train", "--config", "tiny.toml", "--data", "endless.txt", "--run", "run")
+    while not (run / ".lock").exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    time.sleep(0.5)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert err == ""
+    if number == signal.SIGKILL:
+        assert [path.name for path in run.iterdir()] == [".lock"]
+        assert "leave out --resume" in command("train", "--resume", "--run", "run").sentence
+        again = command.train("run", "--steps", "1")
+        assert again.code == 0, again.err
+    else:
+        assert process.returncode == 128 + number
+        assert not run.exists()
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

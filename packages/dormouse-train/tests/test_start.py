@@ -135,6 +135,35 @@ def test_a_run_that_cannot_begin_leaves_no_folder(keys: dict[str, object], says:
     assert not Path("run").exists()
 
 
+def test_what_a_killed_start_left_is_cleared_and_never_trained_on():
+    run = Path("run")
+    (run / "data").mkdir(parents=True)
+    (run / ".lock").touch()
+    (run / "data" / "train.tmp").write_bytes(b"half of it")
+    (run / "data.json").write_text("of other bytes")
+    train("run", train_steps=1)
+    assert sorted(path.name for path in (run / "data").iterdir()) == ["heldout.bin", "train.bin"]
+    assert "words.txt" in (run / "data.json").read_text()
+
+
+@pytest.mark.parametrize("mine", ["data/notes.txt", "notes.txt"])
+def test_a_folder_with_anything_of_the_users_is_not_a_killed_start(mine: str):
+    file = Path("run") / mine
+    file.parent.mkdir(parents=True)
+    file.write_text("mine")
+    (Path("run") / ".lock").touch()
+    with pytest.raises(UserError, match="exists; add --resume"):
+        train("run")
+    assert file.read_text() == "mine"
+
+
+def test_an_empty_folder_of_the_users_stays_when_a_run_cannot_begin():
+    Path("run").mkdir()
+    with pytest.raises(UserError, match="does not exist"):
+        train("run", data_paths=["none"])
+    assert list(Path("run").iterdir()) == []
+
+
 def test_a_finished_run_resumed_changes_nothing_but_scores_again():
     first = train("run", train_steps=2)
     again = dormouse_train.train(run="run", resume=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import datetime
@@ -25,21 +26,67 @@ RUNS = Path("runs")
 CONFIG = "config.toml"
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
+START = frozenset({LOCK, "data", "data.json", "data.json.tmp", f"{CONFIG}.tmp"})
+"""What a run holds before its `config.toml` is written."""
+PACKS = frozenset({"train.bin", "train.tmp", "heldout.bin", "heldout.tmp"})
+"""What `data/` of a run may hold."""
 
 
 def create(run: Path | None = None) -> Path:
-    """Make `run`, or a new folder under `runs/` named by date and time; an empty folder that exists will do.
+    """Make `run`, or a new folder under `runs/` named by date and time; an empty one or an interrupted start will do.
 
-    Errors: `UserError` where `run` is a file or a folder with something in it.
+    Errors: `UserError` where `run` is a file or a folder with anything else in it.
     """
     if run is None:
         return _dated(RUNS)
-    if run.is_dir() and any(run.iterdir()):
-        raise UserError(f"--run: {run} exists; add --resume to go on with it, or give another folder")
+    _refuse_taken(run)
     if run.exists() and not run.is_dir():
         raise UserError(f"--run: {run} is a file; give a folder")
     run.mkdir(parents=True, exist_ok=True)
     return run
+
+
+def _refuse_taken(run: Path) -> None:
+    if run.is_dir() and any(run.iterdir()) and not is_interrupted_start(run):
+        raise UserError(f"--run: {run} exists; add --resume to go on with it, or give another folder")
+
+
+def is_interrupted_start(run: Path) -> bool:
+    """Whether `run` holds what a run writes before its `config.toml`, and not one file more: nobody's but ours."""
+    if not (run / LOCK).is_file():
+        return False
+    names = {path.name for path in run.iterdir()}
+    packed = {path.name for path in (run / "data").iterdir()} if (run / "data").is_dir() else set()
+    return names <= START and packed <= PACKS
+
+
+def clear_start(run: Path) -> None:
+    """Remove what an interrupted start left in `run`, for whoever holds its lock, which stays.
+
+    Errors: `UserError` where another process has begun the run since `create` looked.
+    """
+    _refuse_taken(run)
+    for name in START - {LOCK}:
+        if name == "data":
+            shutil.rmtree(run / name, ignore_errors=True)
+        else:
+            (run / name).unlink(missing_ok=True)
+
+
+def undo(run: Path, *, made: bool) -> None:
+    """Remove what a start has written so far, and the folder itself where it was `made` for the run."""
+    (run / CONFIG).unlink(missing_ok=True)
+    clear_start(run)
+    (run / LOCK).unlink(missing_ok=True)
+    if made:
+        run.rmdir()
+
+
+def holds_run(run: Path) -> bool:
+    """Whether a folder is that of a run, or what is left of one: nothing in it is text to train on."""
+    if (run / "data.json").is_file() and ((run / CONFIG).is_file() or (run / LOCK).is_file()):
+        return True
+    return any((run / CHECKPOINTS).glob("step-*/manifest.json")) or is_interrupted_start(run)
 
 
 def _dated(runs: Path) -> Path:
@@ -67,6 +114,8 @@ def tables(run: Path) -> dict[str, Any]:
     if not run.is_dir():
         raise UserError(f"--run: {run} does not exist; give the folder of a run")
     if not (run / CONFIG).is_file():
+        if is_interrupted_start(run):
+            raise UserError(f"--run: the start of {run} was interrupted; leave out --resume to begin it anew")
         raise UserError(f"--run: {run} holds no {CONFIG}, so it is not a run; give another folder or delete it")
     return read_resolved(run / CONFIG)
 

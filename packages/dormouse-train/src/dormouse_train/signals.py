@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -59,13 +61,44 @@ def leave_at_once(number: int) -> None:
     os._exit(128 + number)
 
 
+@contextmanager
+def before_leaving(action: Callable[[], None]) -> Generator[None]:
+    """While the block runs a signal of `leave_on_signals` calls `action` before it ends the process.
+
+    Handlers that others installed stay as they are: Python's own for SIGINT raises, and ends the block that way.
+    """
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    ending = {number: handler for number, handler in before.items() if isinstance(handler, _Leave)}
+    in_main = threading.current_thread() is threading.main_thread()
+    for number in ending if in_main else ():
+        signal.signal(number, _Leave(action))
+    try:
+        yield
+    finally:
+        for number, handler in ending.items() if in_main else ():
+            signal.signal(number, handler)
+
+
+@dataclass(frozen=True)
+class _Leave:
+    """A handler that ends the process at once, after `first`."""
+
+    first: Callable[[], None] | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.first is not None:
+            with suppress(Exception):  # leaving matters more than leaving nothing behind
+                self.first()
+        leave_at_once(number)
+
+
 def leave_on_signals() -> Callable[[], None]:
     """Until the training loop takes over there is nothing to save: SIGINT and SIGTERM end the process at once.
 
     Returns a function that puts the handlers before back. A KeyboardInterrupt instead could be swallowed, or shown as a
     traceback, wherever in the import of a large library it lands.
     """
-    before = {number: signal.signal(number, lambda got, _: leave_at_once(got)) for number in STOPPING}
+    before = {number: signal.signal(number, _Leave()) for number in STOPPING}
 
     def restore() -> None:
         for number, handler in before.items():

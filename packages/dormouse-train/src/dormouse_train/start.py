@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from dormouse_train.config import Config, assemble, load_config
 from dormouse_train.data import Batches, open_corpus
 from dormouse_train.errors import UserError
 from dormouse_train.metrics import Metrics
+from dormouse_train.signals import before_leaving
 
 if TYPE_CHECKING:
     from dormouse_train.console import Console
@@ -44,9 +45,11 @@ def train(
         with run_folder.locked(folder):
             return _go_on(_pinned(chosen), folder, console)
     chosen = _pinned(_configuration(config, sets, overrides))
+    made = run is None or not Path(run).exists()
     folder = run_folder.create(None if run is None else Path(run))
     with run_folder.locked(folder):
-        with _removed_on_error(folder):
+        run_folder.clear_start(folder)
+        with _undone_on_error(folder, made=made):
             chosen = _prepare(chosen, folder, console)
             run_folder.write_config(folder, chosen)
         return _loop(chosen, folder, resume=False, console=console)
@@ -117,10 +120,13 @@ def _loop(config: Config, folder: Path, *, resume: bool, console: Console | None
 
 
 @contextmanager
-def _removed_on_error(folder: Path) -> Generator[None]:
+def _undone_on_error(folder: Path, *, made: bool) -> Generator[None]:
     """A run that could not begin must not stand in the way of the next try under the same name."""
+    undo = partial(run_folder.undo, folder, made=made)
     try:
-        yield
+        with before_leaving(undo):
+            yield
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # what went wrong first is what is told
+            undo()
         raise

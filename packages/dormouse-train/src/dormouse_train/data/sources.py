@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dormouse_train.errors import UserError
+from dormouse_train.run_folder import holds_run
 
 CHUNK = 1 << 20
 
@@ -103,7 +104,7 @@ def _walk(root: Path, skip: frozenset[str] = frozenset()) -> list[Path]:
     found: list[Path] = []
     for folder, names, files in os.walk(root):
         names[:] = [name for name in names if name not in skip and not name.startswith(".")]
-        if "config.toml" in files and "data.json" in files:  # a run of ours: its checkpoints are not text
+        if holds_run(Path(folder)):  # its checkpoints and its copies of the data are not text
             names.clear()
             continue
         found += [Path(folder, name) for name in files if not name.startswith(".")]
