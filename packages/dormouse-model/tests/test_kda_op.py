@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -67,6 +68,11 @@ def test_a_fallback_on_cuda_raises_with_its_reason_unless_allowed():
     with pytest.raises(RuntimeError, match=r"head_dim.*kda\.allow_fallback = true"):
         refuse_fallback(choice, allowed=False)
     refuse_fallback(choice, allowed=True)
+    with pytest.raises(RuntimeError, match=r"\(dtype\).*run it under torch\.autocast in bf16"):
+        refuse_fallback(asked(dtype=torch.float32), allowed=False)
+    for _, implementation, reason in CASES:
+        with contextlib.suppress(RuntimeError):
+            refuse_fallback(Choice(implementation, reason), allowed=False)
     refuse_fallback(asked(device_type="cpu"), allowed=False)
 
 

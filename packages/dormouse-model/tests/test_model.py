@@ -240,6 +240,21 @@ def test_a_forward_counts_each_site_once_an_iteration(tiny, bytes_of):
     assert counts == {"kda/forward/torch": 2, "kda/decode/recurrent": 2, "moe.latent_glu_experts/forward/reference": 4}
 
 
+@pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward outside"])
+def test_under_bf16_autocast_the_model_is_itself_within_bf16(inside, tiny_config, bytes_of, enliven):
+    """All experts for every byte: a choice that rounding tips over would say nothing about the arithmetic."""
+    model, ids = enliven(Dormouse(tiny_config(top_k=5))), bytes_of(2, 40)
+    exact = model(ids).logits
+    want = gradients(model, exact)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = model(ids).logits
+        got = gradients(model, rounded) if inside else {}
+    got = got or gradients(model, rounded)
+    assert rounded.dtype == torch.float32
+    for name, one, other in [("logits", rounded, exact), *((n, got[n], want[n]) for n in want)]:
+        assert float((one - other).norm().detach()) < 0.08 * float(other.norm().detach()), name
+
+
 def test_the_dense_path_keeps_its_floor_whatever_the_gate_says(tiny_config):
     memory = Dormouse(tiny_config(memory_max=0.3)).block.memory
     torch.testing.assert_close(memory.share(torch.tensor([0.0, 1.0])), torch.tensor([1.0, 0.7]))

@@ -69,10 +69,11 @@ def test_the_scaling_factor_multiplies_the_weights_alone():
     assert torch.equal(scaled.probabilities, plain.probabilities)
 
 
-def test_low_precision_inputs_are_routed_in_fp32():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_under_autocast_operands_are_rounded_and_all_else_is_fp32(dtype):
     router = make(section())
     with torch.autocast("cpu", torch.bfloat16):
-        choice = router(hidden().bfloat16())
+        choice = router(hidden().to(dtype))
     assert choice.probabilities.dtype == choice.top_k_weights.dtype == torch.float32
     exact = torch.nn.functional.linear(hidden().bfloat16().double(), router.weight.bfloat16().double()).softmax(-1)
     torch.testing.assert_close(choice.probabilities.double(), exact, rtol=1e-5, atol=1e-6)

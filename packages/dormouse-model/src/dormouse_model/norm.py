@@ -48,10 +48,11 @@ class _RMS(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         x, weight, inverse = ctx.saved_tensors
         size = x.shape[-1]
-        products = (gradient * x).view(-1, size)
-        along = (products @ weight).view_as(inverse)
-        d_x = (gradient * weight).mul_(inverse).addcmul_(x, along * inverse.pow(3), value=-1 / size)
-        return d_x, inverse.view(-1) @ products
+        with torch.autocast(x.device.type, enabled=False):
+            products = (gradient * x).view(-1, size)
+            along = (products @ weight).view_as(inverse)
+            d_x = (gradient * weight).mul_(inverse).addcmul_(x, along * inverse.pow(3), value=-1 / size)
+            return d_x, inverse.view(-1) @ products
 
 
 class _Unit(torch.autograd.Function):

@@ -34,13 +34,13 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, d_model, device=device))
 
     def forward(self, hidden_states: Tensor) -> Choice:
-        """Route `hidden_states` [T, d]; low-precision inputs meet weights rounded alike, sums are fp32 at least."""
-        with torch.autocast(hidden_states.device.type, enabled=False):
-            weight = self.weight
-            if hidden_states.dtype.itemsize < 4:
-                # The product of two bf16 numbers is exact in fp32, and in TF32.
-                weight = weight.to(hidden_states.dtype).float()
-                hidden_states = hidden_states.float()
+        """Route `hidden_states` [T, d]. Autocast rounds both operands to its dtype; sums are fp32 at least."""
+        weight, device = self.weight, hidden_states.device.type
+        if torch.is_autocast_enabled(device):
+            # The product of two bf16 numbers is exact in fp32, and in TF32.
+            low = torch.get_autocast_dtype(device)
+            hidden_states, weight = (t.to(low).float() for t in (hidden_states, weight))
+        with torch.autocast(device, enabled=False):
             logits = F.linear(hidden_states, weight)
             index = lowest_index_top_k(logits.detach(), self.top_k)
             probabilities = logits.softmax(-1)

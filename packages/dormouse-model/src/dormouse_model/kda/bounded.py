@@ -93,6 +93,12 @@ class _Rule(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_output: Tensor, d_state: Tensor) -> tuple[Tensor | None, ...]:
+        # Products of fp32 stay so, whether or not the caller ran backward inside its autocast region.
+        with torch.autocast(d_output.device.type, enabled=False):
+            return _Rule._gradients(ctx, d_output, d_state)
+
+    @staticmethod
+    def _gradients(ctx: Any, d_output: Tensor, d_state: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, beta, grown, keys, rows, attention, similarity, inverse, values, weights, states, update = (
             ctx.saved_tensors
         )

@@ -68,14 +68,15 @@ def kda(
     if choice.implementation == "fla":
         return _fla(q, k, v, gate, beta, A_log, dt_bias, lower_bound, initial_state)
     dtype = torch.promote_types(q.dtype, torch.float32)
-    q, k = (unit(t.to(dtype)) for t in (q, k))
-    g = gate.to(dtype) if A_log is None else log_decay(gate.to(dtype), A_log, dt_bias, lower_bound)
-    if choice.implementation == "recurrent":
-        rule = recurrent_delta_rule
-    else:
-        bounded = lower_bound is not None and lower_bound >= LOWEST
-        rule = bounded_chunk_delta_rule if bounded else chunk_delta_rule
-    output, state = rule(q, k, v.to(dtype), g, beta.to(dtype), scale=size**-0.5, initial_state=initial_state)
+    with torch.autocast(q.device.type, enabled=False):
+        q, k = (unit(t.to(dtype)) for t in (q, k))
+        g = gate.to(dtype) if A_log is None else log_decay(gate.to(dtype), A_log, dt_bias, lower_bound)
+        if choice.implementation == "recurrent":
+            rule = recurrent_delta_rule
+        else:
+            bounded = lower_bound is not None and lower_bound >= LOWEST
+            rule = bounded_chunk_delta_rule if bounded else chunk_delta_rule
+        output, state = rule(q, k, v.to(dtype), g, beta.to(dtype), scale=size**-0.5, initial_state=initial_state)
     return output.to(v.dtype), state
 
 

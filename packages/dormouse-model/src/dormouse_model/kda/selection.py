@@ -27,6 +27,15 @@ REASONS: tuple[str, ...] = get_args(Reason)
 FLA_VERSIONS = ("0.5.2", "0.7")
 """The first version that is right here and the first that has not been tried."""
 
+_MENDS: dict[str, str] = {
+    "fla_missing": "install fla-core",
+    "fla_version": f"install a fla-core from {FLA_VERSIONS[0]} to below {FLA_VERSIONS[1]}",
+    "dtype": "run it under torch.autocast in bf16",
+    "head_dim": "choose a head_dim from 16 to 256",
+    "grid_limit": "lower the batch",
+    "int32_offsets": "lower the batch or the length",
+}
+
 MAX_HEAD_DIM = 256
 MIN_HEAD_DIM = 16
 MAX_GRID = 65_535
@@ -82,11 +91,11 @@ def choose(
 
 
 def refuse_fallback(choice: Choice, allowed: bool) -> None:
-    """Raises `RuntimeError` with the reason where `choice` is a fallback that is not `allowed`."""
+    """Raises `RuntimeError` with the reason and its mend where `choice` is a fallback that is not `allowed`."""
     if choice.is_fallback and not allowed:
         raise RuntimeError(
             f"kda: flash-linear-attention cannot serve this call on CUDA ({choice.reason}) and plain torch is far "
-            "slower; mend that, or set kda.allow_fallback = true"
+            f"slower; {_MENDS[choice.reason]}, or set kda.allow_fallback = true"
         )
 
 
