@@ -12,6 +12,7 @@ from dormouse_model import Dormouse
 from dormouse_train.config import load_config
 from dormouse_train.data import ByteView
 from dormouse_train.evaluate import evaluate, window
+from dormouse_train.signals import StopRequested
 from torch.nn import functional as F
 
 TINY = str(Path(__file__).parent / "tiny.toml")
@@ -24,6 +25,10 @@ def model() -> Dormouse:
 
 def view(n: int, seed: int = 0) -> ByteView:
     return ByteView([np.random.default_rng(seed).integers(0, 256, n).astype(np.uint8)])
+
+
+def content(data: ByteView) -> bytes:
+    return data.read(0, len(data)).tobytes()
 
 
 @pytest.mark.parametrize("available", [1, 2, 1023, 1024, 5000, 40_000, 40_001, 40_017])
@@ -55,8 +60,8 @@ def test_the_window_reads_the_bytes_that_are_scored() -> None:
     data = view(5000)
     chosen = window(5000, 3000)
     pieces = [data.read(s, n) for s, n in zip(chosen.starts, chosen.lengths, strict=True)]
-    assert chosen.read(data).tobytes() == b"".join(piece.tobytes() for piece in pieces)
-    assert len(chosen.read(data)) == 3000
+    assert content(chosen.over(data)) == b"".join(piece.tobytes() for piece in pieces)
+    assert len(chosen.over(data)) == 3000
 
 
 def test_the_score_is_the_mean_over_every_byte_given_all_bytes_of_its_piece(model: Dormouse) -> None:
@@ -95,3 +100,18 @@ def test_a_score_leaves_the_model_in_its_mode_and_without_gradients(model: Dormo
     evaluate(model, view(100), 50)
     assert model.training
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_an_evaluation_is_given_up_between_segments(model: Dormouse) -> None:
+    asked = []
+
+    def stop() -> None:
+        asked.append(1)
+        if len(asked) == 3:
+            raise StopRequested
+
+    model.train()
+    with pytest.raises(StopRequested):
+        evaluate(model, view(700), 0, segment=32, check=stop)
+    assert len(asked) == 3
+    assert model.training

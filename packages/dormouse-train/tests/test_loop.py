@@ -135,6 +135,50 @@ def test_a_signal_finishes_the_step_saves_and_a_resume_ends_as_if_it_had_not_com
     assert [[line.get(k) for k in keys] for line in read(whole)] == [[line.get(k) for k in keys] for line in read(cut)]
 
 
+@pytest.mark.parametrize("during", ["step", "evaluate", "generate", "measure"])
+def test_a_stop_is_not_kept_waiting_and_what_it_cut_off_is_done_on_resume(
+    tmp_path, configured, monkeypatch, during
+) -> None:
+    config = configured("log.every=1", "eval.every=4", "eval.window_bytes=64")
+    whole, cut = new(tmp_path / "whole"), new(tmp_path / "cut")
+    loop.train(config, whole)
+    name = "train_step" if during == "step" else during
+    real = getattr(loop, name)
+
+    def stopping(*arguments: Any, **options: Any) -> Any:
+        if during != "step" or arguments[3] == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(loop, name, stopping)
+    at = 8 if during == "measure" else 4
+    result = loop.train(config, cut)
+    assert (result.exit_code, result.step, result.baselines) == (143, at, None)
+    assert [path.name for path in (cut / "checkpoints").iterdir()] == [f"step-{at}"]
+    scored = [line["step"] for line in read(cut) if "heldout_bpb" in line]
+    assert scored == {"step": [], "evaluate": [], "generate": [4], "measure": [4, 8]}[during]
+    assert (cut / "samples").exists() is (during == "measure")
+    monkeypatch.setattr(loop, name, real)
+    assert loop.train(config, cut, resume=True) == loop.train(config, whole, resume=True)
+    assert {path.name for path in (cut / "samples").iterdir()} == {"step-4.txt", "step-8.txt"}
+    keys = ("step", "loss", "heldout_bpb", "counters.kda/forward/torch")
+    assert [[line.get(k) for k in keys] for line in read(whole)] == [[line.get(k) for k in keys] for line in read(cut)]
+
+
+def test_a_stop_before_the_first_step_is_saved_too(tmp_path, configured, monkeypatch) -> None:
+    run = new(tmp_path / "run")
+    real = loop.Dormouse
+
+    def stopping(*arguments: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(loop, "Dormouse", stopping)
+    assert (loop.train(configured(), run).exit_code, tensors(run, 0) != {}) == (130, True)
+    monkeypatch.setattr(loop, "Dormouse", real)
+    assert loop.train(configured("train.steps=2"), run, resume=True).step == 2
+
+
 def test_a_finished_run_that_is_resumed_reports_again_and_adds_no_line(tmp_path, configured) -> None:
     run = new(tmp_path / "run")
     first = loop.train(configured("train.steps=2"), run)

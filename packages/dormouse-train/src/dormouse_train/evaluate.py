@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dormouse_model import Dormouse
 
     from dormouse_train.data import ByteView
@@ -46,9 +48,9 @@ class Window:
         """Bytes scored."""
         return sum(self.lengths)
 
-    def read(self, view: ByteView) -> np.ndarray:
-        """The scored bytes, uint8 `[nbytes]`, piece after piece."""
-        return np.concatenate([view.read(start, n) for start, n in zip(self.starts, self.lengths, strict=True)])
+    def over(self, view: ByteView) -> ByteView:
+        """The scored bytes of `view`, piece after piece, without a copy."""
+        return view.parts(zip(self.starts, self.lengths, strict=True))
 
 
 def window(available: int, wanted: int) -> Window:
@@ -66,26 +68,51 @@ def window(available: int, wanted: int) -> Window:
     return Window(tuple(starts), tuple(lengths))
 
 
-@torch.no_grad()
 def evaluate(
-    model: Dormouse, view: ByteView, wanted: int, *, device: torch.device | None = None, segment: int = SEGMENT
+    model: Dormouse,
+    view: ByteView,
+    wanted: int,
+    *,
+    device: torch.device | None = None,
+    segment: int = SEGMENT,
+    check: Callable[[], None] | None = None,
 ) -> Evaluation:
     """Score `model` on `window(len(view), wanted)`: every byte once, given all bytes of its piece before it.
 
     The pieces are streams of one batch, read `segment` bytes at a time with the recurrent state handed on, so that no
     context is cut at a segment's border. The first byte of a piece is predicted from a newline. Sums are fp64.
+    `check` is called before every segment; what it raises ends the evaluation.
     """
     device = device or next(model.parameters()).device
     chosen = window(len(view), wanted)
+    was_training = model.training
+    model.eval()
+    try:
+        nats = _nats(model, view, chosen, device, segment, check)
+    finally:
+        model.train(was_training)
+    return Evaluation(nats / chosen.nbytes / math.log(2), chosen.nbytes)
+
+
+@torch.no_grad()
+def _nats(
+    model: Dormouse,
+    view: ByteView,
+    chosen: Window,
+    device: torch.device,
+    segment: int,
+    check: Callable[[], None] | None,
+) -> float:
+    """The sum of the losses of all bytes of `chosen`."""
     longest = chosen.lengths[0]
     rows = np.full((len(chosen.starts), longest + 1), BEFORE, dtype=np.uint8)
     for row, start, n in zip(rows, chosen.starts, chosen.lengths, strict=True):
         row[1 : n + 1] = view.read(start, n)
     lengths = torch.tensor(chosen.lengths, device=device)
-    was_training = model.training
-    model.eval()
     state, nats = None, 0.0
     for at in range(0, longest, segment):
+        if check is not None:
+            check()
         ids = torch.from_numpy(rows[:, at : at + segment + 1].astype(np.int64)).to(device)
         with model.autocast():
             out = model(ids[:, :-1], state, return_state=True)
@@ -94,5 +121,4 @@ def evaluate(
         # A piece one byte shorter than the longest is padded: that byte is not scored.
         scored = torch.arange(at, at + ids.shape[1] - 1, device=device) < lengths[:, None]
         nats += float(losses.double()[scored.flatten()].sum())
-    model.train(was_training)
-    return Evaluation(nats / chosen.nbytes / math.log(2), chosen.nbytes)
+    return nats

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import resource
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -24,7 +24,7 @@ from dormouse_train.metrics import Metrics, read
 from dormouse_train.optim.optimizer import Optimizer
 from dormouse_train.optim.schedule import rate
 from dormouse_train.progress import Progress
-from dormouse_train.signals import Signals
+from dormouse_train.signals import Signals, StopRequested
 from dormouse_train.step import StepResult, train_step
 
 SAMPLES = "samples"
@@ -82,6 +82,8 @@ class _Loop:
             .add("rng", RandomState(self.device))
         )
         self.saved_step: int | None = None
+        self.scored: set[tuple[object, object]] = set()
+        """(step, bytes) of the evaluations that metrics.jsonl holds."""
         self.since_line = (0, 0.0)
         """Bytes and seconds since the last line."""
 
@@ -89,6 +91,7 @@ class _Loop:
         """Load the newest checkpoint and cut metrics.jsonl back to it."""
         self.saved_step = self.checkpoint.load()
         self.metrics.cut_back(self.saved_step)
+        self.scored = {(line["step"], line["window_bytes"]) for line in read(self.folder) if "window_bytes" in line}
 
     def run(self) -> Result:
         """Step to the end and report, or stop where a signal asks for it."""
@@ -97,18 +100,19 @@ class _Loop:
         # What exists by now is never garbage: later collections need not look at it.
         gc.collect()
         gc.freeze()
-        while self.progress.step < keys.train.steps:
+        if self.saved_step is not None:
+            self._look(again=True)
+        while self.progress.step < keys.train.steps and not self.signals.requested:
             self._step()
             step = self.progress.step
-            if step < keys.train.steps and _due(step, keys.eval.every):
-                self._evaluate(keys.eval.window_bytes)
-                self._sample()
-            if step == keys.train.steps or _due(step, keys.checkpoint.every) or self.signals.requested:
+            self._look()
+            if step == keys.train.steps or _due(step, keys.checkpoint.every):
                 self._save()
-            if self.signals.requested:
-                return self._stopped()
-        self.console.end_live()
-        return self._report()
+        if not self.signals.requested:
+            self.console.end_live()
+            with suppress(StopRequested):
+                return self._report()
+        return self._stopped()
 
     def _introduce(self) -> None:
         numbers = sum(parameter.numel() for parameter in self.model.parameters())
@@ -165,24 +169,54 @@ class _Loop:
     def _counted(self) -> dict[str, int]:
         return {f"counters.{key}": value for key, value in self.counters.snapshot().items()}
 
+    def _look(self, *, again: bool = False) -> None:
+        """Evaluate and sample where that is due, or give it up for a stop; `again` does what a stop left undone."""
+        keys, step = self.config, self.progress.step
+        if step >= keys.train.steps or not _due(step, keys.eval.every):
+            return
+        with suppress(StopRequested):
+            if not (again and any(at == step for at, _ in self.scored)):
+                self._evaluate(keys.eval.window_bytes)
+            if not (again and self._sample_file().exists()):
+                self._sample()
+
+    @contextmanager
+    def _uncounted_if_stopped(self) -> Generator[None]:
+        """What is given up leaves no trace in the counters: a resume does it again and counts it then."""
+        counted = self.counters.snapshot()
+        try:
+            yield
+        except StopRequested:
+            self.counters.load(counted)
+            raise
+
     def _evaluate(self, wanted: int) -> Evaluation:
-        scored = evaluate(self.model, self.corpus.heldout, wanted)
-        self.console.evaluation(self.progress.step, scored)
-        line = {"step": self.progress.step, "heldout_bpb": scored.bpb, "window_bytes": scored.window_bytes}
-        if line not in read(self.folder):  # a finished run that is resumed only reports again
-            self.metrics.write(line)
+        with self._uncounted_if_stopped():
+            scored = evaluate(self.model, self.corpus.heldout, wanted, check=self.signals.check)
+        step, window_bytes = self.progress.step, scored.window_bytes
+        self.console.evaluation(step, scored)
+        if (step, window_bytes) not in self.scored:  # a finished run that is resumed only reports again
+            self.metrics.write({"step": step, "heldout_bpb": scored.bpb, "window_bytes": window_bytes})
+            self.scored.add((step, window_bytes))
         return scored
 
     def _sample(self) -> None:
-        keys, step = self.config.eval, self.progress.step
+        keys, written = self.config.eval, b""
         if not keys.sample_bytes:
             return
         prompt = keys.prompt.encode("utf-8", "surrogateescape")
-        written = b"".join(generate(self.model, prompt, keys.sample_bytes, temperature=SAMPLE_TEMPERATURE))
-        folder = self.folder / SAMPLES
-        folder.mkdir(exist_ok=True)
-        (folder / f"step-{step}.txt").write_bytes(prompt + written)
+        with self._uncounted_if_stopped():
+            self.signals.check()
+            for byte in generate(self.model, prompt, keys.sample_bytes, temperature=SAMPLE_TEMPERATURE):
+                written += byte
+                self.signals.check()
+        file = self._sample_file()
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(prompt + written)
         self.console.sample(prompt, written)
+
+    def _sample_file(self) -> Path:
+        return self.folder / SAMPLES / f"step-{self.progress.step}.txt"
 
     def _save(self) -> None:
         if self.saved_step != self.progress.step:
@@ -190,6 +224,7 @@ class _Loop:
             self.saved_step = self.progress.step
 
     def _stopped(self) -> Result:
+        self._save()
         self.console.end_live()
         self.console.note(f"stopped and saved at step {self.progress.step}; --resume --run {self.folder} goes on")
         return Result(self.signals.exit_code, self.progress.step)
@@ -198,10 +233,9 @@ class _Loop:
         """Score the model and the baselines on the same held-out bytes, and sample; all is saved by now."""
         keys, step = self.config.eval, self.progress.step
         scored = self._evaluate(keys.final_window_bytes)
-        if self.signals.requested:
-            return self._stopped()
+        self.signals.check()
         chosen = window(len(self.corpus.heldout), keys.final_window_bytes)
-        others = measure(self.corpus.train, chosen.read(self.corpus.heldout))
+        others = measure(self.corpus.train, chosen.over(self.corpus.heldout), check=self.signals.check)
         self.console.report(scored, others)
         self._sample()
         return Result(self.signals.exit_code, step, scored.bpb, scored.window_bytes, others)

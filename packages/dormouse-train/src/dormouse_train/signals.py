@@ -15,6 +15,10 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 SHOW_CURSOR = b"\x1b[?25h"
 
 
+class StopRequested(Exception):
+    """What was being done is given up because the run was asked to stop."""
+
+
 class Signals:
     """`with Signals() as signals:` makes SIGINT and SIGTERM a request, `signals.requested`, instead of an end.
 
@@ -45,6 +49,11 @@ class Signals:
     def exit_code(self) -> int:
         """128 + the signal that was asked for, 0 where none was."""
         return 0 if self.requested is None else 128 + self.requested
+
+    def check(self) -> None:
+        """`StopRequested` once a stop was asked for: what may be given up calls this now and then."""
+        if self.requested is not None:
+            raise StopRequested
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._interrupts += number == signal.SIGINT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -41,15 +41,23 @@ class ByteView:
             raise IndexError(f"read: bytes {start} to {start + n} of a view of {len(self)}")
         out = np.empty(n, dtype=np.uint8)
         filled = 0
-        at = bisect_right(self._ends, start)
-        while filled < n:
-            piece = self._pieces[at]
-            skip = start + filled - (self._ends[at] - len(piece))
-            part = piece[skip : skip + n - filled]
+        for part in self._slices(start, n):
             out[filled : filled + len(part)] = part
             filled += len(part)
-            at += 1
         return out
+
+    def parts(self, spans: Iterable[tuple[int, int]]) -> ByteView:
+        """The bytes of each (start, n) one after the other, still mapped and not copied."""
+        return ByteView([part for start, n in spans for part in self._slices(start, n)])
+
+    def _slices(self, start: int, n: int) -> Iterator[np.ndarray]:
+        at = bisect_right(self._ends, start)
+        while n > 0:
+            piece = self._pieces[at]
+            skip = start - (self._ends[at] - len(piece))
+            part = piece[skip : skip + n]
+            yield part
+            start, n, at = start + len(part), n - len(part), at + 1
 
 
 @dataclass(frozen=True)
