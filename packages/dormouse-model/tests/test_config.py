@@ -100,7 +100,14 @@ def test_a_missing_key_and_an_impossible_value_are_named():
     assert top_k == "config: 'experts': top_k is 6 but there are 5 experts; lower top_k"
     rank = refusal(experts={**TABLES["experts"], "shared_rank": 38})
     assert rank == "config: 'experts': shared_rank is 38 but d_ffn 37; a rank is at most the width"
-    assert "an expert's rank is 30 but d_model 24" in refusal(experts={**TABLES["experts"], "shared_rank": 30})
+    wide = refusal(experts={**TABLES["experts"], "shared_rank": 30})
+    assert wide == "config: experts.shared_rank is 30 but model.d_model 24; a rank is at most the width"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_factor_that_is_not_finite_is_refused(value):
+    assert "routed_scaling_factor" in refusal(experts={**TABLES["experts"], "routed_scaling_factor": value})
+    assert "kda.lower_bound" in refusal(kda={"lower_bound": value})
 
 
 def test_names_files_and_toml_that_do_not_exist_are_refused(tmp_path):

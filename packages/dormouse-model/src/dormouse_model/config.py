@@ -44,7 +44,7 @@ class KDASection(Section):
     conv_size: int = Field(default=4, gt=0)
     gate_rank: int | None = Field(default=None, gt=0)
     """Rank of the two low-rank gates; None means head_dim."""
-    lower_bound: float = Field(default=-5.0, lt=0)
+    lower_bound: float = Field(default=-5.0, lt=0, allow_inf_nan=False)
     """Lowest log decay of a step."""
     allow_fallback: bool = False
     """Whether a CUDA device may run the plain-torch implementation where flash-linear-attention cannot serve."""
@@ -61,7 +61,7 @@ class ExpertsSection(Section):
     d_ffn: int = Field(gt=0)
     norm_topk_prob: bool | None = None
     """Whether the chosen weights are divided by their sum; None means yes for top_k >= 2 and no for 1."""
-    routed_scaling_factor: float = 1.0
+    routed_scaling_factor: float = Field(default=1.0, allow_inf_nan=False)
     balance_loss_coef: float = Field(default=0.01, ge=0)
     capacity: int | None = Field(default=None, gt=0)
     """Rows an expert takes before further rows are dropped; None is dropless."""
@@ -96,11 +96,11 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> ModelConfig:
-        rank = max(self.experts.rank, self.experts.shared_rank)
-        if rank > self.model.d_model:
-            raise ValueError(
-                f"an expert's rank is {rank} but d_model {self.model.d_model}; a rank is at most the width"
-            )
+        width = self.model.d_model
+        for name in ("rank", "shared_rank"):
+            rank = getattr(self.experts, name)
+            if rank > width:
+                raise ValueError(f"experts.{name} is {rank} but model.d_model {width}; a rank is at most the width")
         return self
 
     @property
@@ -160,7 +160,9 @@ def _sentence(kind: type[Section], error: Any) -> str:
     message = error["msg"].removeprefix("Value error, ")
     got = error["input"]
     shown = "" if isinstance(got, dict | BaseModel) else f", got {got!r}"
-    return f"config: '{key}'{shown}: {message[0].lower()}{message[1:]}"
+    # What a section alone cannot know is said of the whole, and names its keys itself.
+    named = f"'{key}'{shown}: " if key else ""
+    return f"config: {named}{message[0].lower()}{message[1:]}"
 
 
 def _mend(kind: type[Section], path: list[str]) -> str:

@@ -90,10 +90,14 @@ def choose(
     return Choice("fla", "supported")
 
 
+class FallbackRefused(RuntimeError):
+    """A CUDA device would have run plain torch, which nobody allowed; one sentence with the reason and the mend."""
+
+
 def refuse_fallback(choice: Choice, allowed: bool) -> None:
-    """Raises `RuntimeError` with the reason and its mend where `choice` is a fallback that is not `allowed`."""
+    """Raises `FallbackRefused` with the reason and its mend where `choice` is a fallback that is not `allowed`."""
     if choice.is_fallback and not allowed:
-        raise RuntimeError(
+        raise FallbackRefused(
             f"kda: flash-linear-attention cannot serve this call on CUDA ({choice.reason}) and plain torch is far "
             f"slower; {_MENDS[choice.reason]}, or set kda.allow_fallback = true"
         )
