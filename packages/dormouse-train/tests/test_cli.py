@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from dormouse_model.kda.selection import FallbackRefused
+from dormouse_train.cli import _sentence
 
 HELP = [["train"], ["dormouse"], *(["dormouse", name] for name in ("train", "generate", "eval", "info"))]
 
@@ -77,6 +79,7 @@ MISTAKES = {
     "info of no run": (["dormouse", "info", "full"], "holds no config.toml"),
     "eval of no run": (["dormouse", "eval", "new"], "new does not exist"),
     "eval of missing data": (["dormouse", "eval", "new", "--data", "nothing.txt"], "nothing.txt does not exist"),
+    "seed of 65 bits": (["dormouse", "generate", "full", "--seed", str(2**64)], "--seed"),
     "temperature below zero": (["dormouse", "generate", "full", "--temperature", "-1"], "--temperature"),
 }
 
@@ -108,3 +111,22 @@ def test_a_reader_that_leaves_is_no_error(command):
 def test_python_offers_the_same_names_without_importing_torch():
     program = "import sys, dormouse_train; assert 'train' in dir(dormouse_train); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True, env=dict(os.environ))
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB.\nMore advice."), "CUDA out of memory"),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes."),
+            "9 bytes; give",
+        ),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried 9 bytes."), "9 bytes; give"),
+        (MemoryError(), "out of memory; give"),
+        (FallbackRefused("kda: refused; mend that"), "kda: refused; mend that"),
+        (RuntimeError("shape mismatch"), None),
+    ],
+)
+def test_a_lack_of_memory_and_a_refused_fallback_are_sentences_and_other_faults_are_not(error: Exception, says):
+    sentence = _sentence(error)
+    assert sentence is None if says is None else says in str(sentence)

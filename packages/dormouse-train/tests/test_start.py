@@ -174,6 +174,8 @@ def test_other_bytes_are_scored_whole_and_a_seed_repeats_what_is_written(copied:
     Path("other.txt").write_bytes(bytes(1000))
     evaluate.command(copied, ["other.txt"])
     assert capsys.readouterr().out.endswith(" BPB over 1,000 bytes (other.txt)\n")
+    evaluate.command(copied, ["other.txt"], 300)
+    assert capsys.readouterr().out.endswith(" BPB over 300 bytes (other.txt)\n")
     texts = []
     for seed in (1, 1, 2):
         generate.command(copied, b"the ", 40, temperature=1.5, seed=seed)

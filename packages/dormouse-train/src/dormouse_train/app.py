@@ -53,7 +53,7 @@ def generate(
     temperature: Annotated[
         float, typer.Option("--temperature", metavar="X", min=0.0, help="0 takes the most probable byte each time.")
     ] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Seed of the draws.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, max=2**63 - 1, help="Seed of the draws.")] = 0,
 ) -> int:
     """Write on from a prompt with the newest checkpoint of a run."""
     from dormouse_train.commands.generate import command
@@ -67,11 +67,15 @@ def evaluate(
         list[str] | None,
         typer.Option("--data", metavar="PATH", help="Score these bytes, not the run's held-out ones; may be repeated."),
     ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option("--window", metavar="BYTES", min=0, help="Most bytes to score, 1048576 by default; 0 is all."),
+    ] = None,
 ) -> int:
     """Score the newest checkpoint of a run in bits per byte."""
     from dormouse_train.commands.evaluate import command
 
-    return command(run, data or [])
+    return command(run, data or [], window)
 
 
 def info(run: Run) -> int:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from dormouse_train.errors import UserError
+from dormouse_train.errors import UserError, out_of_memory
 from dormouse_train.signals import leave_on_signals
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -61,6 +61,13 @@ def _sentence(error: Exception) -> str | None:
         where = f"{error.filename}: " if error.filename else ""
         mend = "free space or lift the limit; --resume goes on from the last checkpoint" if error.errno in FULL else ""
         return f"{where}{error.strerror[0].lower()}{error.strerror[1:]}; {mend or 'mend that and try again'}"
+    if (memory := out_of_memory(error)) is not None:
+        return f"{memory}; give fewer bytes, use a smaller model, or free memory"
     from dormouse_model.config import ConfigError
 
-    return str(error) if isinstance(error, ConfigError) else None
+    known: tuple[type[Exception], ...] = (ConfigError,)
+    if isinstance(error, RuntimeError):  # the model has been imported by then
+        from dormouse_model.kda.selection import FallbackRefused
+
+        known = (ConfigError, FallbackRefused)
+    return str(error) if isinstance(error, known) else None

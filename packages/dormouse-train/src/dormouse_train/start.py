@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from dormouse_train import run_folder
 from dormouse_train.config import Config, assemble, load_config
 from dormouse_train.data import Batches, open_corpus
-from dormouse_train.errors import UserError
+from dormouse_train.errors import UserError, out_of_memory
 from dormouse_train.metrics import Metrics
 from dormouse_train.signals import before_leaving
 
@@ -106,17 +106,17 @@ def _pinned(config: Config) -> Config:
 
 
 def _loop(config: Config, folder: Path, *, resume: bool, console: Console | None) -> Result:
-    import torch
-
     from dormouse_train import loop
     from dormouse_train.checkpoint import seed_generators
 
     seed_generators(config.train.seed)
     try:
         return loop.train(config, folder, resume=resume, console=console)
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if (memory := out_of_memory(error)) is None:
+            raise
         mend = "lower train.batch and raise train.accumulate by as much, or lower train.seq"
-        raise UserError(f"train: {str(error).splitlines()[0].rstrip('.')}; {mend}") from None
+        raise UserError(f"train: {memory}; {mend}") from None
 
 
 @contextmanager

@@ -8,20 +8,24 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from dormouse_train.commands import trained
+from dormouse_train.config import EvalSection
 from dormouse_train.data import ByteView, open_corpus, open_paths
 
 if TYPE_CHECKING:
     from dormouse_model import Dormouse
 
 
-def command(run: Path, data: Sequence[str]) -> int:
-    """Print one line: the score, and how many bytes of what it was measured on."""
-    name, view, wanted = ", ".join(data), _mapped(data), 0
+def command(run: Path, data: Sequence[str], window: int | None = None) -> int:
+    """Print one line: the score, and how many bytes of what it was measured on.
+
+    At most `window` bytes are scored (0: all); None means as many as at the end of the run, or of a run by default.
+    """
+    name, view, wanted = ", ".join(data), _mapped(data), EvalSection().final_window_bytes
     config, model = trained.load(run)
     if view is None:
         corpus = open_corpus(config.data, run)
         name, view, wanted = f"held out of {corpus.name}", corpus.heldout, config.eval.final_window_bytes
-    print(_line(model, view, wanted, name), flush=True)
+    print(_line(model, view, wanted if window is None else window, name), flush=True)
     return 0
 
 
