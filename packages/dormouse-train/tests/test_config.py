@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 from dormouse_model.config import CONFIGS as MODELS
-from dormouse_model.config import ConfigError, dotted_keys, named_configs, validate
+from dormouse_model.config import ConfigError, ModelConfig, dotted_keys, named_configs, validate
+from dormouse_train import config as module
 from dormouse_train.config import (
     CONFIGS,
     PROGRESS_KEYS,
     Config,
+    TrainSection,
     diff,
     load_config,
     parse_set,
@@ -95,7 +97,7 @@ def test_one_path_may_be_set_without_a_list():
         (["train.lr=nan"], "'train.lr', got nan"),
         (["train.schedule=cos"], "'wsd' or 'cosine'"),
         (["experts.top_k=99"], "lower top_k"),
-        (["model.d_model=64", "experts.rank=65"], "rank is 65 but d_model 64"),
+        (["model.d_model=64", "experts.rank=65"], "config: experts.rank is 65 but model.d_model 64"),
         (["experts.d_ffn=20", "experts.rank=21"], "rank is 21 but d_ffn 20"),
         (["eval.prompt=\udcff"], "not UTF-8"),
     ],
@@ -139,6 +141,7 @@ def test_a_difference_names_each_key_with_both_values():
 def test_progress_keys_may_change_on_resume_and_others_not():
     saved = load_config(None)
     changed = {"eval.prompt": "x"} | dict.fromkeys(PROGRESS_KEYS - {"eval.prompt"}, 3)
+    assert {"train.max_skipped", "eval.window_bytes"} <= changed.keys()
     assert refused_on_resume(saved, load_config(None, [], changed), step=5) == {}
     assert refused_on_resume(saved, load_config(None, ["train.seed=1"]), step=5) == {"train.seed": (0, 1)}
 
@@ -158,3 +161,21 @@ def test_steps_are_a_progress_key_only_before_a_wsd_decay_begins(schedule: str, 
     saved = load_config(None, [], base | {"train.steps": 100})
     asked = load_config(None, [], base | {"train.steps": steps})
     assert (refused_on_resume(saved, asked, step) == {}) is allowed
+
+
+def test_every_section_of_the_model_reaches_it(monkeypatch: pytest.MonkeyPatch):
+    class Wider(ModelConfig):
+        train: TrainSection = TrainSection()
+
+    monkeypatch.setattr(module, "ModelConfig", Wider)
+    assert load_config(None, ["train.steps=7"]).architecture.train.steps == 7  # ty: ignore[unresolved-attribute]
+
+
+@pytest.mark.parametrize("betas", ["[1.0, 0.9]", "[0.9, -0.1]", "[0.9, nan]"])
+def test_averages_that_do_not_decay_are_refused(betas: str):
+    with pytest.raises(ConfigError, match=r"optim\.betas"):
+        load_config(None, [f"optim.betas={betas}"])
+
+
+def test_the_last_score_is_of_a_bounded_window():
+    assert load_config(None).eval.final_window_bytes == 2**20

@@ -115,3 +115,15 @@ def test_an_evaluation_is_given_up_between_segments(model: Dormouse) -> None:
         evaluate(model, view(700), 0, segment=32, check=stop)
     assert len(asked) == 3
     assert model.training
+
+
+def test_the_bytes_of_an_evaluation_are_never_read_all_at_once(model: Dormouse) -> None:
+    most = []
+
+    class Noting(ByteView):
+        def read(self, start: int, n: int) -> np.ndarray:
+            most.append(n)
+            return super().read(start, n)
+
+    evaluate(model, Noting([view(4100).read(0, 4100)]), 0, segment=64)
+    assert max(most) == 65

@@ -29,6 +29,7 @@ from pydantic import BeforeValidator, Field
 CONFIGS = Path(__file__).parent / "configs"
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _listed(value: object) -> object:
@@ -91,7 +92,7 @@ class OptimSection(Section):
     newton_schulz_steps: Literal[3, 4, 5] = 4
     weight_decay: Finite = Field(default=0.0, ge=0)
     """Decoupled decay of dense matrices; orthonormal factors are not decayed."""
-    betas: tuple[Finite, Finite] = (0.9, 0.95)
+    betas: tuple[Share, Share] = (0.9, 0.95)
     """AdamW's two averages."""
     eps: Finite = Field(default=1e-8, gt=0)
     retract: Literal["step", "never"] = "step"
@@ -105,7 +106,7 @@ class EvalSection(Section):
     """Steps between evaluations; 0 means only at the end."""
     window_bytes: int = Field(default=32768, gt=0)
     """Held-out bytes scored by an evaluation during the run."""
-    final_window_bytes: int = Field(default=0, ge=0)
+    final_window_bytes: int = Field(default=2**20, ge=0)
     """Held-out bytes scored at the end; 0 means all."""
     sample_bytes: int = Field(default=200, ge=0)
     """Bytes that a sample writes; 0 means no samples."""
@@ -143,7 +144,7 @@ class Config(Section):
     @property
     def architecture(self) -> ModelConfig:
         """The sections that the model is built from."""
-        return ModelConfig(model=self.model, experts=self.experts, kda=self.kda)
+        return ModelConfig.model_validate({name: getattr(self, name) for name in ModelConfig.model_fields})
 
 
 PROGRESS_KEYS = frozenset(
@@ -152,7 +153,9 @@ PROGRESS_KEYS = frozenset(
         "eval.every",
         "eval.sample_bytes",
         "eval.prompt",
+        "eval.window_bytes",
         "eval.final_window_bytes",
+        "train.max_skipped",
         "checkpoint.every",
         "checkpoint.keep",
     }

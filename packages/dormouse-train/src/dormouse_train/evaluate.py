@@ -105,15 +105,12 @@ def _nats(
 ) -> float:
     """The sum of the losses of all bytes of `chosen`."""
     longest = chosen.lengths[0]
-    rows = np.full((len(chosen.starts), longest + 1), BEFORE, dtype=np.uint8)
-    for row, start, n in zip(rows, chosen.starts, chosen.lengths, strict=True):
-        row[1 : n + 1] = view.read(start, n)
     lengths = torch.tensor(chosen.lengths, device=device)
     state, nats = None, 0.0
     for at in range(0, longest, segment):
         if check is not None:
             check()
-        ids = torch.from_numpy(rows[:, at : at + segment + 1].astype(np.int64)).to(device)
+        ids = torch.from_numpy(_rows(view, chosen, at, min(segment, longest - at))).to(device)
         with model.autocast():
             out = model(ids[:, :-1], state, return_state=True)
         state = out.state
@@ -122,3 +119,14 @@ def _nats(
         scored = torch.arange(at, at + ids.shape[1] - 1, device=device) < lengths[:, None]
         nats += float(losses.double()[scored.flatten()].sum())
     return nats
+
+
+def _rows(view: ByteView, chosen: Window, at: int, n: int) -> np.ndarray:
+    """Bytes `at - 1` to `at + n - 1` of every piece, int64 `[S, n + 1]`, a newline before the first."""
+    rows = np.full((len(chosen.starts), n + 1), BEFORE, dtype=np.int64)
+    skip = int(at == 0)
+    first = at - 1 + skip
+    for row, start, length in zip(rows, chosen.starts, chosen.lengths, strict=True):
+        there = min(at + n, length) - first
+        row[skip : skip + there] = view.read(start + first, there)
+    return rows

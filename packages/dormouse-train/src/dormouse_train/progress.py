@@ -36,7 +36,8 @@ class Progress:
         if self.skipped_in_a_row > allowed:
             raise UserError(
                 f"train: the loss or the gradient was not finite in {self.skipped_in_a_row} steps in a row, up to step "
-                f"{self.step}, and train.max_skipped is {allowed}; lower train.lr or lengthen train.warmup"
+                f"{self.step}, and train.max_skipped is {allowed}; start a new run "
+                "with a lower train.lr or a longer train.warmup"
             )
 
     def state_dict(self) -> dict[str, Any]:
