@@ -123,10 +123,11 @@ def test_the_folder_is_as_the_schema_says(tmp_path: Path):
         ({"model": Box(weight=torch.zeros(2)), "zz": Box(step=0)}, "'weight' of part 'model'.*float32.3..*float32.2."),
         ({"model": Box(weight=torch.zeros(3, dtype=torch.float64)), "zz": Box(step=0)}, "float32.*float64"),
         ({"model": Box(other=torch.zeros(3)), "zz": Box(step=0)}, "'other' of part 'model'.*absent"),
+        ({"model": Box(weight=torch.zeros(3)), "zz": Box(step=0, new=0)}, "'new' of part 'zz'.*absent"),
         ({"model": Box(weight=torch.zeros(3))}, "holds the part 'zz'"),
         ({"model": Box(weight=torch.zeros(3)), "zz": Box(step=0), "ema": Box()}, "lacks the part 'ema'"),
     ],
-    ids=["shape", "dtype", "name", "part missing", "part added"],
+    ids=["shape", "dtype", "name", "plain name", "part missing", "part added"],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_copied(tmp_path: Path, mine: dict[str, Box], says: str):
     checkpoint(tmp_path, model=Box(weight=torch.ones(3)), zz=Box(step=5)).save(5)

@@ -53,3 +53,9 @@ def test_every_rate_is_positive_and_at_most_the_peak(schedule: str) -> None:
 def test_past_the_end_the_rate_is_zero(schedule: str) -> None:
     train = TrainSection.model_validate({"steps": 3, "schedule": schedule})
     assert [rate(step, train) for step in (3, 4, 1000)] == [0.0] * 3
+
+
+def test_a_schedule_that_has_no_rates_is_refused() -> None:
+    train = TrainSection().model_copy(update={"schedule": "linear"})
+    with pytest.raises(ValueError, match="'linear' has no rates"):
+        rate(30, train)

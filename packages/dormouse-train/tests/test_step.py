@@ -169,6 +169,7 @@ def test_targets_are_the_bytes_after_the_inputs() -> None:
 def test_expert_counts_cover_every_row_of_every_iteration() -> None:
     training = Training("train.accumulate=3")
     counts = training.step(0).expert_counts
+    assert counts.dtype == torch.int64
     assert counts.shape == (2, 5)
     assert counts.sum(-1).tolist() == [3 * 2 * 16 * 2] * 2
 

@@ -145,12 +145,12 @@ class Checkpoint:
                 f"checkpoint: {folder} {verb} the part '{part}', unlike this run; resume with what wrote it"
             )
         for part, state in found.items():
-            stored, wanted = _shapes(state), _shapes(self._parts[part].state_dict())
+            stored, wanted = _kinds(state), _kinds(self._parts[part].state_dict())
             for name in sorted(stored.keys() | wanted.keys()):
                 if stored.get(name) != wanted.get(name):
                     raise UserError(
                         f"checkpoint: '{name}' of part '{part}' in {folder} is {stored.get(name, 'absent')}, this run "
-                        f"has {wanted.get(name, 'no such tensor')}; resume with the configuration that wrote it"
+                        f"has {wanted.get(name, 'nothing of that name')}; resume with the configuration that wrote it"
                     )
 
     def _failure(self, target: Path, error: Exception) -> str:
@@ -213,8 +213,9 @@ def _read(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _shapes(state: Mapping[str, Any]) -> dict[str, str]:
-    return {name: f"{v.dtype}{list(v.shape)}" for name, v in state.items() if isinstance(v, Tensor)}
+def _kinds(state: Mapping[str, Any]) -> dict[str, str]:
+    """What has to be equal of each value: a tensor's dtype and shape, and that a plain value is one."""
+    return {n: f"{v.dtype}{list(v.shape)}" if isinstance(v, Tensor) else "a plain value" for n, v in state.items()}
 
 
 def _publish(beside: Path, target: Path) -> None:

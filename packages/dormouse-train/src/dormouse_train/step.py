@@ -62,7 +62,11 @@ def _gradients(
 ) -> tuple[float, float, Tensor]:
     """Add the step's gradients to `.grad`; mean cross-entropy and loss in nats, and the summed expert counts."""
     accumulate = config.train.accumulate
-    cross_entropy, loss, counts = torch.zeros((), device=device), torch.zeros((), device=device), torch.zeros(())
+    cross_entropy, loss, counts = (
+        torch.zeros((), device=device),
+        torch.zeros((), device=device),
+        torch.zeros((), dtype=torch.int64),
+    )
     for micro in range(accumulate):
         rows = torch.from_numpy(batches.at(step, micro, accumulate)).to(device)
         with model.autocast():

@@ -40,9 +40,8 @@ def _rows(run: Path, config: Config) -> Iterator[tuple[str, str]]:
 def _score(line: dict[str, Value], key: str) -> str:
     window = f" over {line['window_bytes']:,} bytes" if "window_bytes" in line else ""
     value = line[key]
-    return (
-        f"{value:.3f} BPB at step {line['step']}{window}" if isinstance(value, float) else f"{value} at {line['step']}"
-    )
+    score = f"{value:.3f} BPB" if isinstance(value, int | float) else "not finite"
+    return f"{score} at step {line['step']}{window}"
 
 
 def _model(config: Config) -> str:

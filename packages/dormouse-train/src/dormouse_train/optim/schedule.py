@@ -21,6 +21,8 @@ def rate(step: int, train: TrainSection) -> float:
     warm = (step + 1) / train.warmup if step < train.warmup else 1.0
     begins = train.decay_begins
     if begins is None:
+        if train.schedule != "cosine":
+            raise ValueError(f"rate: train.schedule '{train.schedule}' has no rates here; use wsd or cosine")
         done = max(0, step - train.warmup) / max(1, train.steps - train.warmup)
         return warm * 0.5 * (1.0 + math.cos(math.pi * done))
     return min(warm, (train.steps - step) / max(1, train.steps - begins))
