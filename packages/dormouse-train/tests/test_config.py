@@ -168,7 +168,7 @@ def test_every_section_of_the_model_reaches_it(monkeypatch: pytest.MonkeyPatch):
         train: TrainSection = TrainSection()
 
     monkeypatch.setattr(module, "ModelConfig", Wider)
-    assert load_config(None, ["train.steps=7"]).architecture.train.steps == 7  # ty: ignore[unresolved-attribute]
+    assert load_config(None, ["train.steps=7"]).architecture.train.steps == 7  # ty: ignore[missing-attribute]
 
 
 @pytest.mark.parametrize("betas", ["[1.0, 0.9]", "[0.9, -0.1]", "[0.9, nan]"])
