@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dormouse_kernels import Counters
+from dormouse_kernels.moe.selection import AUTO, IMPLEMENTATIONS
 from dormouse_model import Dormouse, ModelConfig
 from dormouse_model.config import read_config, validate
 from dormouse_model.experts import Experts
@@ -155,6 +156,11 @@ def test_recomputing_an_iteration_routes_alike_and_counts_apart(tiny, bytes_of):
     snapshot = counters.snapshot()
     for site, name in (("kda", "torch"), ("moe.latent_glu_experts", "reference")):
         assert snapshot[f"{site}/forward/{name}"] == snapshot[f"{site}/recompute/{name}"] == 2
+
+
+def test_a_configuration_may_name_every_implementation_of_the_expert_pass(tiny_config):
+    for implementation in (AUTO, *IMPLEMENTATIONS):
+        assert tiny_config(implementation=implementation).experts.implementation == implementation
 
 
 def test_the_named_configuration_holds_the_ratio_of_ffn_to_model():

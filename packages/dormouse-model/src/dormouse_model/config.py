@@ -65,7 +65,7 @@ class ExpertsSection(Section):
     balance_loss_coef: float = Field(default=0.01, ge=0)
     capacity: int | None = Field(default=None, gt=0)
     """Rows an expert takes before further rows are dropped; None is dropless."""
-    implementation: Literal["auto", "reference", "padded"] = "auto"
+    implementation: Literal["auto", "reference", "padded", "triton"] = "auto"
 
     @model_validator(mode="after")
     def _fits(self) -> ExpertsSection:

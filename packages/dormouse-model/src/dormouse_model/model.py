@@ -98,7 +98,7 @@ class Dormouse(nn.Module):
         return State((zero,) * model.iterations)
 
     def factors(self) -> list[Factor]:
-        """The expert factors with their split masters, routed then shared."""
+        """The expert factors with their split masters, routed then shared; ask again after moving the model."""
         experts = self.block.experts
         return experts.factors("block.experts.") + experts.shared.factors("block.experts.shared.")
 

