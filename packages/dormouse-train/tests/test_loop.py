@@ -235,3 +235,14 @@ def test_without_sample_bytes_there_are_no_samples(tmp_path, configured) -> None
 def test_data_too_short_for_a_row_is_a_users_mistake(tmp_path, configured) -> None:
     with pytest.raises(UserError, match=r"train\.seq"):
         loop.train(configured("train.seq=5000"), new(tmp_path / "run"))
+
+
+def test_a_run_has_its_own_number_of_threads_and_gives_the_callers_back(tmp_path, configured, monkeypatch) -> None:
+    before, seen = torch.get_num_threads(), []
+    wanted = before + 1
+    step = faked()
+    monkeypatch.setattr(loop, "train_step", lambda *a: seen.append(torch.get_num_threads()) or step(*a))
+    config = configured("train.steps=1", f"train.threads={wanted}", "eval.sample_bytes=0")
+    loop.train(config, new(tmp_path / "run"))
+    assert seen == [wanted]
+    assert torch.get_num_threads() == before

@@ -62,6 +62,8 @@ class TrainSection(Section):
     seed: int = Field(default=0, ge=0, lt=2**63)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` is CUDA where there is a device; a run's folder holds what it became."""
+    threads: int = Field(default=0, ge=0)
+    """Threads of torch on a CPU; 0 leaves torch's own choice. Another number gives other rounding."""
     warmup: int = Field(default=20, ge=0)
     """Steps over which the rate rises from zero to its peak."""
     schedule: Literal["wsd", "cosine"] = "wsd"

@@ -54,7 +54,13 @@ def train(config: Config, run: Path, *, resume: bool = False, console: Console |
     `train.max_skipped` non-finite steps in a row.
     """
     console = console or Console(quiet=True)
-    with Signals() as signals, Counters() as counters, console, _garbage_collected_between_steps():
+    with (
+        Signals() as signals,
+        Counters() as counters,
+        console,
+        _garbage_collected_between_steps(),
+        _threads(config.train.threads),
+    ):
         loop = _Loop(config, run, console, signals, counters)
         if resume:
             loop.resume()
@@ -267,3 +273,14 @@ def _garbage_collected_between_steps() -> Generator[None]:
         gc.unfreeze()
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def _threads(wanted: int) -> Generator[None]:
+    """Torch's CPU threads while training, 0 leaving them as they are; the caller's number is given back."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(wanted or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
