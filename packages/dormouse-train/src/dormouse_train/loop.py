@@ -122,7 +122,8 @@ class _Loop:
 
     def _introduce(self) -> None:
         numbers = sum(parameter.numel() for parameter in self.model.parameters())
-        where = f"{torch.get_num_threads()} threads" if self.device.type == "cpu" else torch.cuda.get_device_name()
+        threads = torch.get_num_threads()
+        where = f"{threads} thread{'s' if threads > 1 else ''}" if self.device.type == "cpu" else torch.cuda.get_device_name()
         self.console.note(f"{numbers:,} parameters on {self.device.type} ({where})")
         self.console.groups(self.optimizer.table())
         if self.progress.step:
