@@ -123,7 +123,8 @@ class _Loop:
     def _introduce(self) -> None:
         numbers = sum(parameter.numel() for parameter in self.model.parameters())
         threads = torch.get_num_threads()
-        where = f"{threads} thread{'s' if threads > 1 else ''}" if self.device.type == "cpu" else torch.cuda.get_device_name()
+        on_cpu = f"{threads} thread{'s' if threads > 1 else ''}"
+        where = on_cpu if self.device.type == "cpu" else torch.cuda.get_device_name()
         self.console.note(f"{numbers:,} parameters on {self.device.type} ({where})")
         self.console.groups(self.optimizer.table())
         if self.progress.step:
