@@ -5,7 +5,7 @@ from __future__ import annotations
 import lzma
 import math
 from collections import Counter, defaultdict
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 import numpy as np
@@ -143,10 +143,10 @@ def test_a_measurement_that_is_given_up_ends_soon() -> None:
         raise StopRequested
 
     noise = np.random.default_rng(15).integers(0, 256, 2 * 2**20).astype(np.uint8)
-    begin = perf_counter()
+    begin = process_time()
     with pytest.raises(StopRequested):
         baselines.measure(ByteView([noise]), ByteView([noise[:1000]]), check=stop)
-    given_up = perf_counter() - begin
-    begin = perf_counter()
+    given_up = process_time() - begin
+    begin = process_time()
     baselines.measure(ByteView([noise]), ByteView([noise[:1000]]))
-    assert given_up < (perf_counter() - begin) / 2
+    assert given_up < (process_time() - begin) / 2
