@@ -88,6 +88,4 @@ def _values(name: str, parameter: Tensor, model: Dormouse, source: torch.Generat
     if name == "block.experts.down.weight":
         used = model.config.experts.d_ffn
         return torch.nn.functional.pad(normal(torch.Size((shape[0], used)), used**-0.5, source), (0, shape[1] - used))
-    if name.endswith("conv.weight"):
-        return normal(shape, shape[-1] ** -0.5, source)
     return normal(shape, shape[-1] ** -0.5, source)
