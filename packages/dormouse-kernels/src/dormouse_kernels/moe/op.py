@@ -93,7 +93,8 @@ def glu_experts(
 
     Shapes, in Hugging Face's layout: hidden_states [T, D]; gate_up_proj [E, 2I, D], gate rows then up rows;
     down_proj [E, D, I]; top_k_index [T, k] int; top_k_weights [T, k]; the result is [T, D]. No padding.
-    Dtypes, `routing`, `capacity`, `check_indices`, what is saved, and errors: as `latent_glu_experts`.
+    Dtypes, `routing`, `capacity`, `check_indices`, what is saved, and errors: as `latent_glu_experts`; but "triton"
+    takes any shape and strides.
     """
     op = "glu_experts"
     checks.check_hidden(op, hidden_states)
@@ -165,8 +166,8 @@ def _run(
     unfit = _triton_unfit(op, arguments, top_k_index, capacity, dtype)
     choice, reason = _choose(op, arguments, top_k_index, dtype, implementation, unfit)
     plan = None
-    if choice.implementation == TRITON:
-        # here, because a plain `import dormouse_kernels` must not wait for triton
+    # triton is imported here, because a plain `import dormouse_kernels` must not wait for it
+    if choice.implementation == TRITON and op == "latent_glu_experts":
         from dormouse_kernels.moe.latent import op as latent
 
         plan = latent.plan_for(top_k_index, num_experts, dtype)
@@ -181,6 +182,12 @@ def _run(
             return latent.latent_experts(
                 hidden_states, gate_up_proj, _given(arguments.scale), down, arguments.top_k_weights,
                 arguments.residual, plan, dtype,
+            )  # fmt: skip
+        if choice.implementation == TRITON:
+            from dormouse_kernels.moe.grouped import experts
+
+            return experts.glu_experts(
+                hidden_states, gate_up_proj, down, arguments.top_k_weights, routing, dtype
             )  # fmt: skip
         return _ExpertPass.apply(
             hidden_states, gate_up_proj, arguments.scale, down, arguments.top_k_weights, arguments.residual,
@@ -219,10 +226,15 @@ def _triton_unfit(
     op: str, arguments: _Arguments, top_k_index: torch.Tensor, capacity: int | None, dtype: torch.dtype
 ) -> tuple[str, str] | None:
     """(a fallback's reason, what the Triton kernels cannot take), or None: what only the call itself shows."""
-    if op != "latent_glu_experts":
-        return "op", "this op: it has kernels for latent_glu_experts alone"
     if capacity is not None:
         return "capacity", f"capacity={capacity}: it drops nothing"
+    device, k = arguments.hidden_states.device.type, top_k_index.shape[1]
+    if device != "cuda" and not (device == "cpu" and interpreting()):
+        return "device", f"tensors on {device}: it needs a CUDA device"
+    if dtype == torch.float64 or k < 1:
+        return "dtype", f"{dtype} with k = {k}: it takes up to four bytes an element, and k of at least 1"
+    if op != "latent_glu_experts":
+        return None
     for name, bank in (
         ("gate_up_proj", arguments.gate_up_proj),
         ("scale", _given(arguments.scale)),
@@ -230,16 +242,11 @@ def _triton_unfit(
     ):
         if not bank.is_contiguous():
             return "strides", f"{name} with strides {bank.stride()}: it reads contiguous banks"
-    device = arguments.hidden_states.device.type
-    if device != "cuda" and not (device == "cpu" and interpreting()):
-        return "device", f"tensors on {device}: it needs a CUDA device"
-    rank, experts, k = arguments.down.shape[2], arguments.down.shape[0], top_k_index.shape[1]
+    rank, experts = arguments.down.shape[2], arguments.down.shape[0]
     if rank not in TRITON_RANKS:
         return "rank", f"rank {rank}: it has tiles for {', '.join(map(str, TRITON_RANKS))}"
     if experts > TRITON_MOST_EXPERTS:
         return "experts", f"{experts} experts: it takes up to {TRITON_MOST_EXPERTS}"
-    if dtype == torch.float64 or k < 1:
-        return "dtype", f"{dtype} with k = {k}: it takes up to four bytes an element, and k of at least 1"
     return None
 
 

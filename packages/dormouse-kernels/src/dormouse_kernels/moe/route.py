@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from dormouse_kernels.moe.tilemap import TileMap, tile_map
+
 
 @dataclass(frozen=True, eq=False)
 class Routing:
@@ -41,6 +43,10 @@ class Routing:
         """[R] int64: the expert of each sorted row; E where the index was a sentinel."""
         rows = torch.arange(self.order.numel(), device=self.order.device)
         return torch.searchsorted(self.offsets[1:], rows, right=True)
+
+    def tiles(self, rows: int) -> TileMap:
+        """The rows cut into tiles of at most `rows`, each of one expert."""
+        return tile_map(self, rows)
 
     def bad_indices(self) -> torch.Tensor:
         """[] int64: how many indices lie outside [0, E); a device scalar, nothing is read."""
