@@ -12,11 +12,14 @@ from torch.autograd.function import once_differentiable
 from dormouse_kernels import counters
 from dormouse_kernels.launch import interpreting
 from dormouse_kernels.moe import checks, gated
+from dormouse_kernels.moe.grouped.tiles import Tiles, tiles_on
+from dormouse_kernels.moe.latent import tiles as latent_tiles
 from dormouse_kernels.moe.layout import Layout
 from dormouse_kernels.moe.padded import PaddedRows
 from dormouse_kernels.moe.reference import SortedRows
-from dormouse_kernels.moe.route import Routing, route
-from dormouse_kernels.moe.selection import AUTO, TRITON, TRITON_MOST_EXPERTS, TRITON_RANKS, Choice, choose
+from dormouse_kernels.moe.routing import Routing, route
+from dormouse_kernels.moe.routing.route import TILE_ROWS
+from dormouse_kernels.moe.selection import AUTO, TRITON, TRITON_RANKS, Choice, choose
 
 _LAYOUTS: dict[str, Callable[[Routing, int | None, torch.dtype], Layout]] = {
     "reference": SortedRows,
@@ -165,34 +168,44 @@ def _run(
     device = hidden_states.device.type
     unfit = _triton_unfit(op, arguments, top_k_index, capacity, dtype)
     choice, reason = _choose(op, arguments, top_k_index, dtype, implementation, unfit)
-    plan = None
-    # triton is imported here, because a plain `import dormouse_kernels` must not wait for it
-    if choice.implementation == TRITON and op == "latent_glu_experts":
-        from dormouse_kernels.moe.latent import op as latent
-
-        plan = latent.plan_for(top_k_index, num_experts, dtype)
-        routing = plan.routing(top_k_index)
-    elif routing is None:
-        routing = route(top_k_index, num_experts)
+    tiles = None
+    if choice.implementation == TRITON:
+        tiles = _tiles(op, hidden_states.device, dtype, top_k_index.numel() / num_experts)
+    if routing is None:
+        routing = route(top_k_index, num_experts, tile_rows=TILE_ROWS if tiles is None else tiles.rows)
     if check_indices:
         checks.check_indices_in_range(op, routing)
     _count(f"moe.{op}", choice.implementation, routing, capacity, reason)
     with torch.autocast(device, enabled=False):
-        if plan is not None:
-            return latent.latent_experts(
-                hidden_states, gate_up_proj, _given(arguments.scale), down, arguments.top_k_weights,
-                arguments.residual, plan, dtype,
-            )  # fmt: skip
-        if choice.implementation == TRITON:
-            from dormouse_kernels.moe.grouped import experts
-
-            return experts.glu_experts(
-                hidden_states, gate_up_proj, down, arguments.top_k_weights, routing, dtype
-            )  # fmt: skip
+        if tiles is not None:
+            return _run_triton(arguments, routing, tiles, dtype)
         return _ExpertPass.apply(
             hidden_states, gate_up_proj, arguments.scale, down, arguments.top_k_weights, arguments.residual,
             arguments.width, _LAYOUTS[choice.implementation](routing, capacity, dtype), dtype,
         )  # fmt: skip
+
+
+def _tiles(op: str, device: torch.device, dtype: torch.dtype, rows_an_expert: float) -> latent_tiles.Tiles | Tiles:
+    if op == "latent_glu_experts":
+        return latent_tiles.tiles_on(device, dtype)
+    return tiles_on(device, dtype, rows_an_expert)
+
+
+def _run_triton(
+    arguments: _Arguments, routing: Routing, tiles: latent_tiles.Tiles | Tiles, dtype: torch.dtype
+) -> torch.Tensor:
+    # imported here, because a plain `import dormouse_kernels` must not wait for triton
+    from dormouse_kernels.moe.grouped.experts import swiglu_experts
+    from dormouse_kernels.moe.latent.op import latent_experts
+    from dormouse_kernels.moe.latent.plan import plan_for
+
+    hidden_states, gate_up_proj, down = arguments.operands()
+    if isinstance(tiles, Tiles):
+        return swiglu_experts(hidden_states, gate_up_proj, down, arguments.top_k_weights, routing, tiles, dtype)
+    return latent_experts(
+        hidden_states, gate_up_proj, _given(arguments.scale), down, arguments.top_k_weights, arguments.residual,
+        plan_for(routing, tiles), dtype,
+    )  # fmt: skip
 
 
 def _choose(
@@ -242,11 +255,9 @@ def _triton_unfit(
     ):
         if not bank.is_contiguous():
             return "strides", f"{name} with strides {bank.stride()}: it reads contiguous banks"
-    rank, experts = arguments.down.shape[2], arguments.down.shape[0]
+    rank = arguments.down.shape[2]
     if rank not in TRITON_RANKS:
         return "rank", f"rank {rank}: it has tiles for {', '.join(map(str, TRITON_RANKS))}"
-    if experts > TRITON_MOST_EXPERTS:
-        return "experts", f"{experts} experts: it takes up to {TRITON_MOST_EXPERTS}"
     return None
 
 

@@ -11,11 +11,10 @@ from torch.autograd.function import once_differentiable
 from dormouse_kernels.moe.grouped import launches
 from dormouse_kernels.moe.grouped.launches import SLOT, SORTED, TOKEN
 from dormouse_kernels.moe.grouped.tiles import Tile, Tiles
-from dormouse_kernels.moe.route import Routing
-from dormouse_kernels.moe.tilemap import TileMap
+from dormouse_kernels.moe.routing import Routing, TileMap
 
 
-class GluExperts(torch.autograd.Function):
+class SwigluExperts(torch.autograd.Function):
     """`Σ_j w_j down_e (silu(gate_e x) · (up_e x))`. Saves its arguments and the projections [R, 2I]."""
 
     @staticmethod
@@ -26,8 +25,8 @@ class GluExperts(torch.autograd.Function):
         down: torch.Tensor,
         weights: torch.Tensor,
         routing: Routing,
-        dtype: torch.dtype,
         tiles: Tiles,
+        dtype: torch.dtype,
     ) -> torch.Tensor:
         ctx.x_dtype = x.dtype
         x, weights = rows_of(x, dtype), weights.contiguous()
@@ -67,18 +66,17 @@ class GluExperts(torch.autograd.Function):
         return dx, dup, ddown, dweights if need_weights else None, None, None, None
 
 
-def glu_experts(
+def swiglu_experts(
     x: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
     weights: torch.Tensor,
     routing: Routing,
+    tiles: Tiles,
     dtype: torch.dtype,
-    *,
-    tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """The pass over checked arguments, [T, D] in `dtype`; `tiles` in place of the table's row."""
-    return GluExperts.apply(x, gate_up, down, weights, routing, dtype, tiles or launches.tiles_of(routing, dtype))
+    """The pass over checked arguments, [T, D] in `dtype`."""
+    return SwigluExperts.apply(x, gate_up, down, weights, routing, tiles, dtype)
 
 
 def rows_of(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -92,5 +90,5 @@ def maps_for(routing: Routing, tiles: Iterable[Tile], made: dict[int, TileMap] |
     maps = dict(made or {})
     for tile in tiles:
         if tile.rows not in maps:
-            maps[tile.rows] = routing.tiles(tile.rows)
+            maps[tile.rows] = routing.cut(tile.rows)
     return maps

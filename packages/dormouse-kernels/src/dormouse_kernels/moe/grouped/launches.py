@@ -8,10 +8,9 @@ import torch
 
 from dormouse_kernels.launch import launch
 from dormouse_kernels.moe.grouped import backward, forward
-from dormouse_kernels.moe.grouped.tiles import Tile, Tiles, tiles_for
+from dormouse_kernels.moe.grouped.tiles import Tile, Tiles, tiles_on
 from dormouse_kernels.moe.latent.launches import sum_slots
-from dormouse_kernels.moe.route import Routing
-from dormouse_kernels.moe.tilemap import TileMap
+from dormouse_kernels.moe.routing import Routing, TileMap
 
 SORTED, TOKEN, SLOT = 0, 1, 2
 """Where sorted row i lies in an operand: at i, at its token, at its slot."""
@@ -19,9 +18,7 @@ SORTED, TOKEN, SLOT = 0, 1, 2
 
 def tiles_of(routing: Routing, dtype: torch.dtype) -> Tiles:
     """The table's row for operands of `dtype` on the routing's device."""
-    device = routing.order.device
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return tiles_for(capability, dtype.itemsize, routing.order.numel() / routing.num_experts)
+    return tiles_on(routing.order.device, dtype, routing.order.numel() / routing.num_experts)
 
 
 def multiply(
@@ -34,7 +31,7 @@ def multiply(
         forward.multiply_rows,
         (tile_map.max_tiles * -(-n // tile.cols),),
         {
-            "a_ptr": a, "b_ptr": b, "out_ptr": out, "order_ptr": routing.order, "map_ptr": tile_map.map,
+            "a_ptr": a, "b_ptr": b, "out_ptr": out, "order_ptr": routing.order, "map_ptr": tile_map.tiles,
             "a_row": a.stride(0), "a_col": a.stride(1), "b_expert": b.stride(0), "b_row": b.stride(1),
             "b_col": b.stride(2), "E": b.shape[0], "K": k, "N": n, "max_tiles": tile_map.max_tiles, "SOURCE": source,
             "TARGET": target, "TOP_K": routing.top_k, **_blocks(tile, k, n, a.dtype),
@@ -87,7 +84,7 @@ def gated(
         (tile_map.max_tiles * -(-inner // tile.cols),),
         {
             "x_ptr": x, "gate_up_ptr": gate_up, "weight_ptr": weights, "pre_ptr": pre, "act_ptr": act,
-            "order_ptr": routing.order, "map_ptr": tile_map.map, "x_row": x.stride(0),
+            "order_ptr": routing.order, "map_ptr": tile_map.tiles, "x_row": x.stride(0),
             "bank_expert": gate_up.stride(0), "bank_row": gate_up.stride(1), "E": experts, "D": width, "INNER": inner,
             "max_tiles": tile_map.max_tiles, "TOP_K": routing.top_k, **_blocks(tile, width, inner, x.dtype),
         },
@@ -117,7 +114,7 @@ def gate_gradients(
         (tile_map.max_tiles * blocks,),
         {
             "dy_ptr": dy, "down_ptr": down, "pre_ptr": pre, "weight_ptr": weights, "dpre_ptr": dpre, "act_ptr": act,
-            "part_ptr": parts, "order_ptr": routing.order, "map_ptr": tile_map.map, "dy_row": dy.stride(0),
+            "part_ptr": parts, "order_ptr": routing.order, "map_ptr": tile_map.tiles, "dy_row": dy.stride(0),
             "bank_expert": down.stride(0), "bank_row": down.stride(1), "E": experts, "R": slots, "D": width,
             "INNER": inner, "max_tiles": tile_map.max_tiles, "TOP_K": routing.top_k,
             **_blocks(tile, width, inner, pre.dtype),
@@ -144,7 +141,7 @@ def sum_by_token(rows: torch.Tensor, routing: Routing, dtype: torch.dtype) -> to
     if routing.top_k == 1:
         return rows.to(dtype)
     out = torch.empty(routing.top_k_index.shape[0], rows.shape[1], dtype=dtype, device=rows.device)
-    sum_slots(rows, None, out, routing.top_k, rows.shape[1])
+    sum_slots(rows, None, out, routing.top_k, rows.shape[1], pdl=False)
     return out
 
 

@@ -11,7 +11,7 @@ from dormouse_kernels import counters
 from dormouse_kernels.launch import interpreting
 from dormouse_kernels.moe import checks
 from dormouse_kernels.moe.grouped import reference
-from dormouse_kernels.moe.route import Routing
+from dormouse_kernels.moe.routing import Routing
 from dormouse_kernels.moe.selection import AUTO, TRITON
 
 REFERENCE = "reference"
@@ -214,7 +214,7 @@ def _multiply(a: torch.Tensor, b: torch.Tensor, routing: Routing, gather: bool, 
     tile = launches.tiles_of(routing, a.dtype).mm
     source = launches.TOKEN if gather else launches.SORTED
     target = launches.SLOT if scatter else launches.SORTED
-    return launches.multiply(a, b, routing, routing.tiles(tile.rows), tile, source=source, target=target)
+    return launches.multiply(a, b, routing, routing.cut(tile.rows), tile, source=source, target=target)
 
 
 def _data_gradient(
@@ -226,7 +226,7 @@ def _data_gradient(
     tile = launches.tiles_of(routing, g.dtype).mm
     source = launches.SLOT if scatter else launches.SORTED
     target = launches.SLOT if gather else launches.SORTED
-    rows = launches.multiply(g, b.mT, routing, routing.tiles(tile.rows), tile, source=source, target=target)
+    rows = launches.multiply(g, b.mT, routing, routing.cut(tile.rows), tile, source=source, target=target)
     return launches.sum_by_token(rows, routing, dtype) if gather else rows.to(dtype)
 
 

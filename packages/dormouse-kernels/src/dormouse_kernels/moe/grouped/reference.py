@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 
 from dormouse_kernels.moe.layout import accumulation_dtype
-from dormouse_kernels.moe.route import Routing
+from dormouse_kernels.moe.routing import Routing
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor, routing: Routing, *, gather: bool, scatter: bool) -> torch.Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -32,6 +34,11 @@ class Tiles:
     grad_down: Tile
     mm: Tile
     wgrad: Tile
+
+    @property
+    def rows(self) -> int:
+        """Rows of the tiles that a forward reads first."""
+        return self.up.rows
 
 
 def _every(tile: Tile, up: Tile, wgrad: Tile, gate: Tile) -> Tiles:
@@ -64,3 +71,9 @@ def tiles_for(capability: tuple[int, int] | None, itemsize: int, rows_an_expert:
     if capability[0] in (9, 10):
         return SM_90_SHORT if short else SM_90
     return SM_120_SHORT if short else SM_120
+
+
+def tiles_on(device: torch.device, dtype: torch.dtype, rows_an_expert: float) -> Tiles:
+    """The row for operands of `dtype` on a device."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return tiles_for(capability, dtype.itemsize, rows_an_expert)
