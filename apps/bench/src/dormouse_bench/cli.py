@@ -96,6 +96,26 @@ def moe(
 
 
 @app.command()
+def predict(
+    results: Annotated[Path | None, typer.Argument(help="Results of `bench moe` to be held against.")] = None,
+    launches: Annotated[bool, typer.Option("--launches", help="Print what each launch moves and holds.")] = False,
+) -> None:
+    """Predict the latent expert pass on an RTX 5060 Ti from bytes and compiled kernels; needs no GPU."""
+    from dormouse_bench.moe import forecast
+    from dormouse_bench.rows import RowsError, read
+
+    try:
+        held = [] if results is None else forecast.against(read(results))
+        made = held + forecast.of_the_card([each.shape for each in held] or ["b1", "b1-zipf"])
+    except (RowsError, ValueError) as error:
+        _refuse(str(error))
+    for each in made:
+        if launches:
+            print(each.table() + "\n")
+        print("\n".join(each.lines()))
+
+
+@app.command()
 def ceilings(device: DeviceOption = None, rounds: RoundsOption = 10, out: OutOption = None) -> None:
     """Measure the machine's own limits: bytes copied a second and the rate of a matrix product."""
     from dormouse_bench import tables

@@ -45,11 +45,13 @@ def run(options: Options) -> list[str]:
     Files are written after every shape, so that a run that is stopped keeps what it has.
     """
     trained = None if options.trained is None else problem.read_indices(options.trained)
+    for name in options.shapes:
+        if SHAPES[name].routing == "trained":
+            problem.indices(SHAPES[name], "cpu", trained=trained)  # refused before anything is measured
     if options.picture is not None:
         picture.check()
-    found = ceilings.ceilings(options.device, 10, options.origin)
-    rates = rates_of(found)
-    kept = [ceiling.row for ceiling in found]
+    kept = [ceiling.row for ceiling in ceilings.ceilings(options.device, 10, options.origin)]
+    rates = rates_of(kept)
     results: list[suite.Result] = []
     for name in options.shapes:
         results.append(_one(name, trained, options))
@@ -61,10 +63,12 @@ def run(options: Options) -> list[str]:
     return [sentence for result in results for sentence in result.disagreements()]
 
 
-def rates_of(found: Sequence[ceilings.Ceiling]) -> Rates:
-    """The ceilings as rates a second."""
-    by_phase = {ceiling.row.phase: ceiling.rate for ceiling in found}
-    return Rates(bytes_per_second=by_phase["copy"] * 1e9, flops_per_second=by_phase["gemm"] * 1e12)
+def rates_of(kept: Sequence[Row]) -> Rates:
+    """The ceilings among the rows. Errors: `ValueError` where a file has none."""
+    found = {row.phase: ceilings.rate(row) for row in kept if row.bench == "ceilings"}
+    if not {"copy", "gemm"} <= found.keys():
+        raise ValueError("bench: the results hold no ceilings; pass a file that `bench moe --out` wrote")
+    return Rates(bytes_per_second=found["copy"], flops_per_second=found["gemm"])
 
 
 def notes(results: Sequence[suite.Result], kept: Sequence[Row], rates: Rates) -> list[str]:
