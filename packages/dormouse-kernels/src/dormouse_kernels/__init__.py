@@ -3,7 +3,7 @@
 from dormouse_kernels import muon, padded, reference
 from dormouse_kernels.counters import Counters
 from dormouse_kernels.moe.op import glu_experts, latent_glu_experts
-from dormouse_kernels.moe.route import Routing, route
+from dormouse_kernels.moe.routing import Routing, route
 from dormouse_kernels.select import explain
 
 __all__ = [

@@ -15,8 +15,8 @@ from dormouse_kernels.moe import checks, gated
 from dormouse_kernels.moe.layout import Layout
 from dormouse_kernels.moe.padded import PaddedRows
 from dormouse_kernels.moe.reference import SortedRows
-from dormouse_kernels.moe.route import Routing, route
-from dormouse_kernels.moe.selection import AUTO, TRITON, TRITON_MOST_EXPERTS, TRITON_RANKS, Choice, choose
+from dormouse_kernels.moe.routing import Routing, route
+from dormouse_kernels.moe.selection import AUTO, TRITON, TRITON_RANKS, Choice, choose
 
 _LAYOUTS: dict[str, Callable[[Routing, int | None, torch.dtype], Layout]] = {
     "reference": SortedRows,
@@ -167,10 +167,14 @@ def _run(
     plan = None
     if choice.implementation == TRITON:
         # here, because a plain `import dormouse_kernels` must not wait for triton
-        from dormouse_kernels.moe.latent import op as latent
+        from dormouse_kernels.moe.latent.op import latent_experts
+        from dormouse_kernels.moe.latent.plan import plan_for
+        from dormouse_kernels.moe.latent.tiles import tiles_on
 
-        plan = latent.plan_for(top_k_index, num_experts, dtype)
-        routing = plan.routing(top_k_index)
+        tiles = tiles_on(hidden_states.device, dtype)
+        if routing is None:
+            routing = route(top_k_index, num_experts, tile_rows=tiles.rows)
+        plan = plan_for(routing, tiles)
     elif routing is None:
         routing = route(top_k_index, num_experts)
     if check_indices:
@@ -178,7 +182,7 @@ def _run(
     _count(f"moe.{op}", choice.implementation, routing, capacity, reason)
     with torch.autocast(device, enabled=False):
         if plan is not None:
-            return latent.latent_experts(
+            return latent_experts(
                 hidden_states, gate_up_proj, _given(arguments.scale), down, arguments.top_k_weights,
                 arguments.residual, plan, dtype,
             )  # fmt: skip
@@ -233,11 +237,9 @@ def _triton_unfit(
     device = arguments.hidden_states.device.type
     if device != "cuda" and not (device == "cpu" and interpreting()):
         return "device", f"tensors on {device}: it needs a CUDA device"
-    rank, experts, k = arguments.down.shape[2], arguments.down.shape[0], top_k_index.shape[1]
+    rank, k = arguments.down.shape[2], top_k_index.shape[1]
     if rank not in TRITON_RANKS:
         return "rank", f"rank {rank}: it has tiles for {', '.join(map(str, TRITON_RANKS))}"
-    if experts > TRITON_MOST_EXPERTS:
-        return "experts", f"{experts} experts: it takes up to {TRITON_MOST_EXPERTS}"
     if dtype == torch.float64 or k < 1:
         return "dtype", f"{dtype} with k = {k}: it takes up to four bytes an element, and k of at least 1"
     return None

@@ -7,6 +7,7 @@ the overhang of the last block. Integers only, and every rank is counted, so the
 import triton
 import triton.language as tl
 
+from dormouse_kernels.dependents import after_previous
 from dormouse_kernels.offsets import row_offset
 
 
@@ -20,8 +21,9 @@ def slot_bins(index_ptr, slot, R, E):
 
 
 @triton.jit
-def count_blocks(index_ptr, hist_ptr, arrived_ptr, R, E, BINS: tl.constexpr, BLOCK: tl.constexpr):
+def count_blocks(index_ptr, hist_ptr, arrived_ptr, R, E, BINS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """hist[block, bin] = slots of the block in the bin. Also clears the arrival counter of `scan_bins`."""
+    after_previous(PDL)
     block = tl.program_id(0)
     slot = block * BLOCK + tl.arange(0, BLOCK)
     counts = tl.histogram(slot_bins(index_ptr, slot, R, E), BINS)
@@ -33,12 +35,13 @@ def count_blocks(index_ptr, hist_ptr, arrived_ptr, R, E, BINS: tl.constexpr, BLO
 @triton.jit
 def scan_bins(
     hist_ptr, total_ptr, arrived_ptr, counts_ptr, offsets_ptr, tile_start_ptr, long_ptr, E, blocks,
-    BINS: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    BINS: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Turns hist into its exclusive prefix over blocks; the last program makes offsets and tiles of the totals.
 
     long[0] is the number of experts with more than one tile, long[1:] are they in ascending order.
     """
+    after_previous(PDL)
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     carry = tl.zeros([COLS], tl.int32)
     for first in range(0, blocks, ROWS):
@@ -67,15 +70,20 @@ def scan_bins(
 @triton.jit
 def place_slots(
     index_ptr, hist_ptr, offsets_ptr, tile_start_ptr, order_ptr, inverse_ptr, map_ptr, R, E, blocks, max_tiles,
-    BINS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, EXPERTS: tl.constexpr,
+    BINS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, EXPERTS: tl.constexpr, SPARE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """The first `blocks` programs place a block of slots each, the others map TILES tiles each."""
+    """The first `blocks` programs place a block of slots each, the others map the tiles of EXPERTS experts each."""
+    after_previous(PDL)
     program = tl.program_id(0)
     if program < blocks:
         place_block(index_ptr, hist_ptr, offsets_ptr, order_ptr, inverse_ptr, program, R, E, BINS, BLOCK)
     else:
-        tile = (program - blocks) * TILES + tl.arange(0, TILES)
-        map_tiles(offsets_ptr, tile_start_ptr, map_ptr, tile, R, E, max_tiles, TILE, TILES, EXPERTS)
+        first = program - blocks
+        tile = first * SPARE + tl.arange(0, SPARE)
+        spare = (tile >= tl.load(tile_start_ptr + E + 1)) & (tile < max_tiles)
+        tl.store(map_ptr + tile * 4, tl.zeros([SPARE], tl.int32) - 1, mask=spare)
+        map_tiles(offsets_ptr, tile_start_ptr, map_ptr, first * EXPERTS + tl.arange(0, EXPERTS), R, E, TILE)
 
 
 @triton.jit
@@ -100,23 +108,17 @@ def place_block(
 
 
 @triton.jit
-def map_tiles(
-    offsets_ptr, tile_start_ptr, map_ptr, tile, R, E, max_tiles,
-    TILE: tl.constexpr, TILES: tl.constexpr, EXPERTS: tl.constexpr,
-):  # fmt: skip
-    """map[tile] = (expert, first row, end row, tiles of the expert), expert -1 past the last tile."""
-    total = tl.load(tile_start_ptr + E + 1)
-    expert = tl.zeros([TILES], tl.int32) - 1
-    for first in range(0, E + 1, EXPERTS):
-        e = first + tl.arange(0, EXPERTS)
-        starts = tl.load(tile_start_ptr + e, mask=e <= E, other=2147483647)
-        expert += tl.sum((starts[None, :] <= tile[:, None]).to(tl.int32), 1)
-    here = tl.load(tile_start_ptr + expert)
-    begin = tl.load(offsets_ptr + expert).to(tl.int32) + (tile - here) * TILE
+def map_tiles(offsets_ptr, tile_start_ptr, map_ptr, expert, R, E, TILE: tl.constexpr):
+    """map[tile] = (expert, first row, end row, tiles of the expert), for every tile of some experts; E: sentinels."""
+    here = tl.load(tile_start_ptr + expert, mask=expert <= E, other=0)
+    count = tl.load(tile_start_ptr + expert + 1, mask=expert <= E, other=0) - here
+    begin = tl.load(offsets_ptr + expert, mask=expert <= E, other=0).to(tl.int32)
     end = tl.load(offsets_ptr + expert + 1, mask=expert < E, other=R).to(tl.int32)
-    at = map_ptr + tile * 4
-    inside = tile < max_tiles
-    tl.store(at, tl.where(tile < total, expert, -1), mask=inside)
-    tl.store(at + 1, begin, mask=inside)
-    tl.store(at + 2, tl.minimum(begin + TILE, end), mask=inside)
-    tl.store(at + 3, tl.load(tile_start_ptr + expert + 1) - here, mask=inside)
+    for j in range(tl.max(count)):
+        mine = j < count
+        at = map_ptr + (here + j) * 4
+        first = begin + j * TILE
+        tl.store(at, expert, mask=mine)
+        tl.store(at + 1, first, mask=mine)
+        tl.store(at + 2, tl.minimum(first + TILE, end), mask=mine)
+        tl.store(at + 3, count, mask=mine)
