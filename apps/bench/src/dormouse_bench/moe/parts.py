@@ -53,21 +53,18 @@ def _one(part: Part, want: tuple[torch.Tensor, ...], device: str, budget_ms: int
 def _route_parts(problem: Problem, device: str) -> list[Part]:
     index, experts = problem.top_k_index, problem.shape.experts
 
-    def eager() -> tuple[torch.Tensor, ...]:
-        made = route(index, experts)
-        return made.offsets, made.order, made.inverse
+    def work(implementation: str) -> Callable[[], tuple[torch.Tensor, ...]]:
+        def sort() -> tuple[torch.Tensor, ...]:
+            made = route(index, experts, implementation=implementation)
+            return made.offsets, made.order, made.inverse
 
-    parts = [Part("route", "torch", eager)]
-    if device != "cuda":
-        return parts
+        return sort
 
-    from dormouse_kernels.moe.latent import op as latent
-
-    def ours() -> tuple[torch.Tensor, ...]:
-        plan = latent.plan_for(index, experts, problem.hidden_states.dtype)
-        return plan.offsets, plan.order, plan.inverse
-
-    return [*parts, Part("route", "torch-compiled", torch.compile(eager)), Part("route", OURS, ours)]
+    parts = [Part("route", "torch", work("reference"))]
+    if device == "cuda":
+        parts.append(Part("route", "torch-compiled", torch.compile(work("reference"))))
+        parts.append(Part("route", OURS, work(OURS)))
+    return parts
 
 
 def _combine_parts(problem: Problem, device: str) -> list[Part]:
@@ -81,11 +78,14 @@ def _combine_parts(problem: Problem, device: str) -> list[Part]:
     if device != "cuda":
         return parts
 
-    from dormouse_kernels.moe.latent import launches
+    from dormouse_kernels.moe.latent.launches import sum_slots
+    from dormouse_kernels.moe.latent.tiles import tiles_on
+
+    pdl = tiles_on(rows.device, rows.dtype).pdl
 
     def ours() -> tuple[torch.Tensor, ...]:
         made = rows.new_empty(shape.tokens, shape.f_pad)
-        launches.sum_slots(rows, None, made, shape.k, shape.f_pad)
+        sum_slots(rows, None, made, shape.k, shape.f_pad, pdl=pdl)
         return (made,)
 
     return [*parts, Part("combine", "torch-compiled", torch.compile(eager)), Part("combine", OURS, ours)]

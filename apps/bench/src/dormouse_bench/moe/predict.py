@@ -13,14 +13,16 @@ from unittest.mock import patch
 
 import torch
 from dormouse_kernels.aot import Build, Compiled, Pointer, compile_kernels
-from dormouse_kernels.moe.latent import launches, plan
+from dormouse_kernels.moe.latent import launches
+from dormouse_kernels.moe.latent.plan import plan_for
 from dormouse_kernels.moe.latent.tiles import Tiles, tiles_for
+from dormouse_kernels.moe.routing import sort
 
 from dormouse_bench.moe import problem
 from dormouse_bench.moe.cards import Card
 from dormouse_bench.moe.costs import Cost, Rates
 from dormouse_bench.moe.shapes import Shape
-from dormouse_bench.moe.traffic import Loads, loads, traffic
+from dormouse_bench.moe.traffic import TILED, Loads, loads, traffic
 
 LAUNCH_MS = 0.006
 """What the two smallest kernels of the pass took on an H200, which move less than a megabyte: 6.1 and 6.5 µs."""
@@ -83,16 +85,11 @@ def total_ms(launched: Sequence[Predicted], phase: str) -> float:
 def _predicted(
     launch: Launch, compiled: Compiled, shape: Shape, card: Card, rates: Rates, routing: Loads, tiles: Tiles
 ) -> Predicted:
-    cost = traffic(
-        launch.name, shape, routing, tile_rows=tiles.rows, splits=launch.arguments.get("SPLITS", 1),
-        turns=tiles.turns and shape.k <= 2, width=launch.arguments.get("WIDTH", 0),
-    )  # fmt: skip
-    resident = card.resident(
-        registers=compiled.registers, shared=compiled.shared, num_warps=launch.num_warps
-    )  # fmt: skip
+    turns, width = tiles.turns and shape.k <= 2, launch.arguments.get("WIDTH", 0)
+    cost = traffic(launch.name, shape, routing, tile_rows=tiles.rows, turns=turns, width=width)
+    resident = card.resident(registers=compiled.registers, shared=compiled.shared, num_warps=launch.num_warps)
     working = launch.programs
-    if "max_tiles" in launch.arguments or "TILE" in launch.arguments:
-        # one program a tile and split: those beyond the tiles with rows leave at once
+    if launch.name in TILED:
         working = launch.programs * routing.tiles / (shape.experts + 1 + -(-shape.rows // tiles.rows))
     waves = max(working / (card.multiprocessors * resident), 1e-9)
     tail = 1 + (-(-waves // 1) - waves) / waves / 2 if waves > 1 else 1.0
@@ -103,9 +100,14 @@ def record(shape: Shape, tiles: Tiles) -> list[Launch]:
     """The launches of a forward and a full backward over meta tensors, in order; nothing runs."""
     made: list[Launch] = []
     phase = "fwd"
+    on_card = {"INTERPRETED": False, "PDL": tiles.pdl}
 
-    def keep(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], *, num_warps=4, num_stages=3) -> None:
+    def keep(
+        kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], *, num_warps=4, num_stages=3, pdl=False
+    ) -> None:
         named = {n: Pointer(a.dtype) if isinstance(a, torch.Tensor) else a for n, a in arguments.items()}
+        # what the card would be launched with, where this machine would say otherwise
+        named |= {name: value for name, value in on_card.items() if name in named}
         programs = 1
         for side in grid:
             programs *= side
@@ -117,12 +119,12 @@ def record(shape: Shape, tiles: Tiles) -> list[Launch]:
     experts, r = shape.experts, shape.r
     x, gate_up, v = meta(shape.tokens, shape.d), meta(experts, 2 * r, shape.d), meta(experts, shape.f, r)
     scale, weights = meta(experts, 2 * r, of=torch.float32), meta(shape.tokens, shape.k, of=torch.float32)
-    with patch.object(launches, "launch", keep), patch.object(plan, "launch", keep):
-        sorted_rows = plan.make_plan(meta(shape.tokens, shape.k, of=torch.int64), experts, tiles)
-        out, saved = launches.run_forward(x, gate_up, scale, v, weights, None, sorted_rows, x.dtype)
+    with patch.object(launches, "launch", keep), patch.object(sort, "launch", keep):
+        index = meta(shape.tokens, shape.k, of=torch.int64)
+        rows = plan_for(sort.sort_slots(index, experts, tiles.rows), tiles)
+        out, saved = launches.run_forward(x, gate_up, scale, v, weights, None, rows, x.dtype)
         phase = "bwd"
-        dz = launches.grad_v(out, saved, v, sorted_rows, data=True, dv=torch.empty_like(v))
-        _, stash = launches.latent_gradients(dz, saved, scale, weights, sorted_rows)
+        _, stash = launches.grad_v(out, saved, scale, v, weights, rows, data=True, dv=torch.empty_like(v))
         du, dscale = torch.empty_like(gate_up), torch.empty_like(scale)
-        launches.grad_u(x, stash, gate_up, sorted_rows, data=True, du=du, dscale=dscale)
+        launches.grad_u(x, stash, gate_up, rows, data=True, du=du, dscale=dscale)
     return made

@@ -13,6 +13,8 @@ import torch
 from dormouse_bench.moe.costs import Cost
 from dormouse_bench.moe.shapes import Shape
 
+TILED = ("latent_rows", "expand_rows", "grad_v_rows", "grad_u_rows")
+"""Kernels with programs for as many tiles as any routing could make: those without rows leave at once."""
 _ITEM, _PART = 2, 4
 
 
@@ -35,18 +37,16 @@ def loads(counts: torch.Tensor, tile_rows: int) -> Loads:
     return Loads(tiles, int((counts > 0).sum()), int(longer.sum()), int(counts[longer].sum()))
 
 
-def traffic(
-    kernel: str, shape: Shape, routing: Loads, *, tile_rows: int, splits: int = 1, turns: bool = True, width: int = 0
-) -> Cost:
+def traffic(kernel: str, shape: Shape, routing: Loads, *, tile_rows: int, turns: bool = True, width: int = 0) -> Cost:
     """Bytes and operations of one launch, by its kernel's name; `width` the columns of `sum_slots`.
 
-    `splits`: parts that dz is summed from. Errors: `ValueError` for a kernel that this pass does not launch.
+    Errors: `ValueError` for a kernel that this pass does not launch.
     """
     tokens, rows, d, r, f, experts = shape.tokens, shape.rows, shape.d, shape.r, shape.f, shape.experts
     u, v, latents = 2 * r * d, f * r, 2 * r * rows
     short = experts - routing.long
     tile = 2 * routing.tiles * tile_rows
-    parts = splits * rows * r * _PART
+    parts = _PART * routing.tiles * 2 * r
     # each token's first row is stored; with turns the others are read, added to and stored again
     out = tokens * f + 2 * (rows - tokens) * f if turns else rows * f
     table = {
@@ -56,10 +56,9 @@ def traffic(
         "latent_rows": (_ITEM * (routing.tiles * u + rows * d + latents + rows * r), tile * u),
         "expand_rows": (_ITEM * (routing.tiles * v + rows * r + out), tile * v),
         "sum_slots": (_ITEM * (rows + tokens) * width, 0),
-        "grad_v_rows": (_ITEM * ((routing.tiles + short) * v + rows * (f + r)) + parts, 2 * tile * v),
+        "grad_v_rows": (_ITEM * ((routing.tiles + short) * v + rows * (f + r) + 2 * latents) + parts, 2 * tile * v),
         "long_grad_v": (_ITEM * (routing.long_rows * (f + r) + routing.long * v), 2 * routing.long_rows * v),
-        "latent_gradients": (parts + 2 * _ITEM * latents + _PART * routing.tiles * 2 * r, 0),
-        "grad_u_rows": (_ITEM * ((routing.tiles + short) * u + 2 * rows * d + latents), 2 * tile * u),
+        "grad_u_rows": (_ITEM * ((routing.tiles + short) * u + 2 * rows * d + latents) + parts, 2 * tile * u),
         "long_grad_u": (_ITEM * (routing.long_rows * (d + 2 * r) + routing.long * u), 2 * routing.long_rows * u),
     }
     if kernel not in table:
