@@ -69,7 +69,7 @@ def _route_parts(problem: Problem, device: str) -> list[Part]:
 
 def _combine_parts(problem: Problem, device: str) -> list[Part]:
     shape = problem.shape
-    rows = torch.randn(shape.rows, shape.f_pad, device=device).to(problem.hidden_states.dtype)
+    rows = problem.hidden_states.detach().new_empty(shape.rows, shape.f_pad).normal_()
 
     def eager() -> tuple[torch.Tensor, ...]:
         return (rows.view(shape.tokens, shape.k, -1).sum(1),)
