@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from dormouse_bench import timing
 from dormouse_bench.moe import arms, measure, peers, report, suite
 from dormouse_bench.moe.arms import Arm
 from dormouse_bench.moe.costs import Rates
@@ -170,3 +171,39 @@ def test_ours_stands_beside_the_fastest_that_drops_nothing_and_a_faster_one_that
         "b1 fwd: triton 2 ms, 2.50 times as fast as whole (5 ms)",
         "b1 fwd: triton 2 ms, 1.50 times as fast as drops (3 ms, which drops 12.50% of the rows)",
     ]
+
+
+def replaying(monkeypatch, broken=False):
+    """Stands in for CUDA: a graph is the work done again into the tensors of its capture."""
+
+    def captured(work):
+        kept = work()
+
+        def replay():
+            for tensor, fresh in zip(kept, work(), strict=True):
+                if not broken:
+                    tensor.copy_(fresh)
+            return kept
+
+        return replay, kept
+
+    monkeypatch.setattr(measure, "captured", captured)
+    monkeypatch.setattr(timing, "host_syncs", lambda work, device: 0)
+
+
+@pytest.mark.parametrize("phase", ["fwd-graph", "fwd+bwd-graph"])
+def test_a_replay_that_leaves_other_values_disagrees(monkeypatch, phase):
+    trial = judged(Arm("torch-bmm-c48", peers.torch_bmm(48), 48, pads=False))
+    replaying(monkeypatch)
+    assert not trial.measure(phase).disagreement
+    replaying(monkeypatch, broken=True)
+    assert trial.measure(phase).disagreement == "a replayed graph is nan away"
+
+
+def test_an_arm_that_waits_for_the_device_is_in_no_graph(monkeypatch):
+    trial = judged(Arm("torch-bmm", peers.torch_bmm(None), pads=False))
+    replaying(monkeypatch)
+    monkeypatch.setattr(timing, "host_syncs", lambda work, device: 2)
+    with pytest.raises(ValueError, match="waits for the device 2 times a call"):
+        trial.measure("fwd-graph")
+    assert trial.measure("fwd").syncs == 2

@@ -9,7 +9,7 @@ import torch
 from dormouse_kernels import route
 
 from dormouse_bench import timing
-from dormouse_bench.agreement import ROUNDING, distance
+from dormouse_bench.agreement import ROUNDING, farthest
 from dormouse_bench.moe.arms import OURS, Absent, reason
 from dormouse_bench.moe.measure import Measured
 from dormouse_bench.moe.problem import Problem
@@ -41,7 +41,7 @@ def measure(problem: Problem, *, device: str, budget_ms: int) -> tuple[list[Meas
 
 def _one(part: Part, want: tuple[torch.Tensor, ...], device: str, budget_ms: int) -> Measured:
     got = part.work()
-    far = max(distance(mine, theirs) for mine, theirs in zip(got, want, strict=True))
+    far = farthest(got, want)
     allowed = max(ROUNDING.get(each.dtype, 0.0) for each in want)
     wrong = "" if far <= allowed else f"its values are {far:.1e} away from eager torch's"
     syncs = timing.host_syncs(part.work, device)
