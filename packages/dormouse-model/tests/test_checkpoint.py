@@ -31,6 +31,11 @@ top_k = 2
 rank = 4
 shared_rank = 6
 d_ffn = 37
+[engram]
+enabled = true
+orders = [1, 2, 4]
+rows = 300
+dim = 8
 [train]
 steps = 400
 """

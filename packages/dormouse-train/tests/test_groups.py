@@ -39,9 +39,12 @@ def test_muon_gets_the_factors_and_the_dense_matrices_and_nothing_else(model: Do
     assert {name for name, method in methods.items() if method == "muon"} == {
         "readout.weight",
         "block.memory.weight",
+        "block.memory.engram.key.weight",
+        "block.memory.engram.value.weight",
         "block.experts.down.weight",
         *(f"block.kda.{part}_proj.weight" for part in "qkvo"),
     }
+    assert {name for name, method in methods.items() if method == "sparse"} == {"block.memory.engram.tables"}
 
 
 def test_only_dense_matrices_decay() -> None:

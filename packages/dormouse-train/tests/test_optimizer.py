@@ -18,6 +18,7 @@ from torch import Tensor
 TINY = str(Path(__file__).parent / "tiny.toml")
 BANK = "block.experts.gate_up_proj"
 DOWN = "block.experts.down.weight"
+TABLES = "block.memory.engram.tables"
 WIDTH = 37
 
 
@@ -28,12 +29,14 @@ def build(*sets: str) -> tuple[Dormouse, Optimizer, Config]:
 
 
 def draw_gradients(model: Dormouse, seed: int, scale: float = 1.0) -> dict[str, Tensor]:
-    """Gaussian gradients in every `.grad`, zero in pad columns as the model's own are; returned by name."""
+    """Gaussian gradients in every `.grad`, zero in pad columns and sparse as the model's own are; returned by name."""
     source = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
         p.grad = (torch.randn(p.shape, generator=source) * scale).to(p.dtype)
         if name == DOWN:
             p.grad[:, WIDTH:] = 0
+        elif name == TABLES:
+            p.grad = p.grad.to_sparse(1)
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -105,7 +108,7 @@ def test_an_update_does_not_depend_on_the_gradients_scale() -> None:
         after = everything(model, optimizer) | {f.name: f.master() for f in model.factors()}
         muons = [name.removeprefix("momentum.") for name in after if name.startswith("momentum.")]
         moved.append({name: after[name] - before[name] for name in muons})
-    assert len(moved[1]) == 11
+    assert len(moved[1]) == 13
     for name, middle in moved[1].items():
         for other in (moved[0], moved[2]):
             assert float((other[name] - middle).norm() / middle.norm()) < 1e-3, name
@@ -279,6 +282,7 @@ def test_the_table_counts_every_number_once() -> None:
     by_name = {row.group: row for row in rows}
     assert by_name["factors"].rate == config.train.lr * config.optim.muon_lr
     assert by_name["head"].rate == config.train.lr * config.optim.adam_lr
+    assert (by_name["tables"].rate, by_name["tables"].decay) == (5 * by_name["head"].rate, 0.0)
     assert (by_name["factors"].decay, by_name["dense"].decay, by_name["head"].decay) == (0.0, 0.1, 0.0)
 
 

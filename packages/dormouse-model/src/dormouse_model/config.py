@@ -1,4 +1,4 @@
-"""The model's configuration: three frozen sections, read from TOML, unknown keys refused with the nearest valid one.
+"""The model's configuration: four frozen sections, read from TOML, unknown keys refused with the nearest valid one.
 
 Importing this module imports no torch, so that a command line can print help or a plan in under a second.
 """
@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -35,7 +35,7 @@ class ModelSection(Section):
     """L: how often the one block is applied."""
     mixer: Literal["kda"] = "kda"
     memory_max: float = Field(default=0.5, ge=0, le=1)
-    """Most that the memory gate may take from the dense path."""
+    """Most that the memory gate may take from the dense path, for Engram where there is one."""
 
 
 class KDASection(Section):
@@ -87,12 +87,45 @@ class ExpertsSection(Section):
         return -(-self.d_ffn // 16) * 16
 
 
+class EngramSection(Section):
+    """`[engram]`: tables of learned rows that the last bytes look up, read beside the dense path."""
+
+    enabled: bool = False
+    orders: tuple[int, ...] = (2, 3, 4)
+    """Lengths of the n-grams, the current byte included, ascending; a table each."""
+    rows: int = Field(default=4096, gt=0, lt=2**40)
+    """Most rows of a table. Order n has `min(rows, 256^n)`, an n-gram each where that is `256^n`, hashed otherwise."""
+    dim: int = Field(default=32, gt=0)
+    """Width of a row."""
+    conv_size: int = Field(default=4, gt=0)
+    hash_seed: int = Field(default=0, ge=0)
+    """Decides which n-grams share a row; another seed makes the tables those of another model."""
+
+    @field_validator("orders")
+    @classmethod
+    def _ascending(cls, orders: tuple[int, ...]) -> tuple[int, ...]:
+        if not orders or orders[0] < 1 or orders[-1] > 8 or list(orders) != sorted(set(orders)):
+            raise ValueError("orders must rise from at least 1 to at most 8, the bytes that a hash can hold apart")
+        return orders
+
+    @property
+    def context(self) -> int:
+        """Bytes before the current one that the longest n-gram reads."""
+        return self.orders[-1] - 1
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each order's table; none where Engram is off."""
+        return tuple(min(self.rows, 256**order) for order in self.orders) if self.enabled else ()
+
+
 class ModelConfig(Section):
     """Everything that decides the model's function and its parameters' shapes."""
 
     model: ModelSection
     experts: ExpertsSection
     kda: KDASection = KDASection()
+    engram: EngramSection = EngramSection()
 
     @model_validator(mode="after")
     def _fits(self) -> ModelConfig:

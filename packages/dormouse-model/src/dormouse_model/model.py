@@ -20,7 +20,7 @@ from dormouse_model.block import Block
 from dormouse_model.config import ModelConfig
 from dormouse_model.factors import Factor
 from dormouse_model.norm import RMSNorm
-from dormouse_model.state import KDAState, State
+from dormouse_model.state import IterationState, KDAState, State
 
 VOCABULARY = 256
 
@@ -64,11 +64,12 @@ class Dormouse(nn.Module):
         self._check(ids, state)
         x = self.embedding(ids.long())
         hidden, total = x, None
+        recall, last_bytes = self.block.memory.recall(ids, None if state is None else state.last_bytes)
         losses, counts, after = [], [], []
         for i, embedding in enumerate(self.iteration_embedding.unbind(0)):
             # Iteration i continues iteration i of the bytes before, never iteration i-1 of these.
             before = None if state is None else state.iterations[i]
-            hidden, loss, count, next_state = self.block(hidden, x, embedding, self.alpha, before)
+            hidden, loss, count, next_state = self.block(hidden, x, embedding, self.alpha, recall, before)
             # The readout is linear: one product of the sum is the sum of the products.
             total = hidden if total is None else total + hidden
             losses.append(loss)
@@ -77,7 +78,7 @@ class Dormouse(nn.Module):
         normed = self.norm(self.readout(total))
         with torch.autocast(normed.device.type, enabled=False):
             logits = F.linear(normed.to(self.head.weight.dtype), self.head.weight)
-        new_state = State(tuple(after)) if return_state else None
+        new_state = State(tuple(after), last_bytes) if return_state else None
         return Output(logits, torch.stack(losses).mean(), torch.stack(counts), new_state)
 
     def autocast(self) -> torch.autocast:
@@ -95,7 +96,11 @@ class Dormouse(nn.Module):
             torch.zeros(recurrent, device=device, dtype=torch.promote_types(like.dtype, torch.float32)),
             torch.zeros(tails, device=device, dtype=like.dtype),
         )
-        return State((zero,) * model.iterations)
+        engram = self.block.memory.engram
+        if engram is None:
+            return State((IterationState(zero),) * model.iterations)
+        tail = torch.zeros(batch_size, engram.config.conv_size - 1, model.d_model, device=device, dtype=like.dtype)
+        return State((IterationState(zero, tail),) * model.iterations, engram.no_bytes(batch_size, device))
 
     def factors(self) -> list[Factor]:
         """The expert factors with their split masters, routed then shared; ask again after moving the model."""
@@ -117,3 +122,6 @@ class Dormouse(nn.Module):
                 f"Dormouse: state is of {len(state.iterations)} iterations and batch {state.batch_size}, the call of "
                 f"{self.config.model.iterations} and {ids.shape[0]}; make one with init_state({ids.shape[0]})"
             )
+        if (state.last_bytes is None) == self.config.engram.enabled:
+            one = "without" if self.config.engram.enabled else "with"
+            raise ValueError(f"Dormouse: state is of a model {one} Engram; make one with init_state({ids.shape[0]})")

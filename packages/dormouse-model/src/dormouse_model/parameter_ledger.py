@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TypedDict
 
 from dormouse_model.config import ModelConfig, read_config, validate
 from dormouse_model.model import VOCABULARY, Dormouse
 
+_ONCE = ("tables", "key.weight", "value.weight", "key_norm.weight")
+"""What of Engram is read once a pass, for all iterations."""
 
-class Ledger(NamedTuple):
-    """Counts of parameters; pad columns are none."""
+
+class Ledger(TypedDict):
+    """Counts of parameters; pad columns are none.
+
+    `total`: all, Engram's tables among them wherever they live. `banks`: factors and spectra of all experts, the shared
+    one included. `active`: those that one byte meets in an iteration and outside the block: its embedding, `top_k`
+    experts, a row an order of Engram, all that is dense. `touched`: those that a forward pass over a whole batch reads,
+    the block once an iteration and everything else once; of Engram's tables what one byte reads, as a batch leaves most
+    of a large table alone.
+    """
 
     total: int
     banks: int
-    """Factors and spectra of all experts, the shared one included."""
     active: int
-    """Those that one byte meets in an iteration and outside the block: its embedding, top_k experts, what is dense."""
     touched: int
-    """Those that a forward pass over a whole batch reads: the block once an iteration, everything else once."""
 
 
 def ledger(config: ModelConfig | str) -> Ledger:
@@ -30,12 +37,15 @@ def ledger(config: ModelConfig | str) -> Ledger:
     counts["block.experts.down.weight"] = width * experts.d_ffn
     routed = sum(counts[f"block.experts.{name}"] for name in ("gate_up_proj", "v", "scale"))
     shared = sum(count for name, count in counts.items() if name.startswith("block.experts.shared."))
-    block = sum(count for name, count in counts.items() if name.startswith("block."))
+    engram = config.engram
+    unread = (sum(engram.sizes) - len(engram.sizes)) * engram.dim
+    once = sum(counts.get(f"block.memory.engram.{name}", 0) for name in _ONCE)
+    block = sum(count for name, count in counts.items() if name.startswith("block.")) - once
     total = sum(counts.values())
     idle = routed // experts.num_experts * (experts.num_experts - experts.top_k)
     return Ledger(
         total=total,
         banks=routed + shared,
-        active=total - idle - (VOCABULARY - 1) * width,
-        touched=total + block * (config.model.iterations - 1),
+        active=total - idle - unread - (VOCABULARY - 1) * width,
+        touched=total - unread + block * (config.model.iterations - 1),
     )
