@@ -18,7 +18,7 @@ class Table:
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(values), torch.zeros_like(values)
 
     def step(self, rows: list[int], gradients: Tensor, rate: float = RATE) -> None:
-        grad = torch.sparse_coo_tensor(torch.tensor([rows]), gradients, self.values.shape)
+        grad = torch.sparse_coo_tensor(torch.tensor([rows]), gradients, self.values.shape, check_invariants=True)
         sparse_adam_(
             *(self.values, grad, self.exp_avg, self.exp_avg_sq, self.updates),
             rate=torch.tensor(rate),
@@ -37,7 +37,7 @@ def test_it_is_torchs_sparse_adam_repeated_rows_included():
     for step, rows in enumerate(([1, 4, 1], [4], [0, 6, 0, 0], [1, 4, 6])):
         gradients = drawn(len(rows), 3, seed=step)
         table.step(rows, gradients)
-        twin.grad = torch.sparse_coo_tensor(torch.tensor([rows]), gradients, twin.shape)
+        twin.grad = torch.sparse_coo_tensor(torch.tensor([rows]), gradients, twin.shape, check_invariants=True)
         torchs.step()
         torch.testing.assert_close(table.values, twin.detach())
 
