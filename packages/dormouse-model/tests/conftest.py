@@ -16,6 +16,8 @@ TINY: dict[str, dict[str, Any]] = {
     # One table indexed exactly and two hashed, with more n-grams than rows.
     "engram": {"enabled": True, "orders": [1, 2, 4], "rows": 300, "dim": 8},
 }
+HOMES = {"memory_max": "model", "mixer": "model", "allow_fallback": "kda"}
+"""Sections of keys that the tiny configuration leaves at their defaults, where it is not `experts`."""
 
 
 @pytest.fixture
@@ -26,7 +28,7 @@ def tiny_config() -> Callable[..., ModelConfig]:
         tables = {section: dict(keys) for section, keys in TINY.items()} | {"kda": {}}
         for key, value in changes.items():
             section = next((name for name, keys in TINY.items() if key in keys), None)
-            section = section or ("model" if key == "memory_max" else "kda" if key == "allow_fallback" else "experts")
+            section = section or HOMES.get(key, "experts")
             tables[section][key] = value
         return validate(ModelConfig, tables)
 
@@ -43,7 +45,8 @@ def lively(model: Dormouse) -> Dormouse:
     """Gates away from zero, a head of usual size, tables and taps that say something: no path is nearly shut."""
     source = torch.Generator().manual_seed(1)
     engram = model.block.memory.engram
-    filled = [model.head.weight, model.block.controller.weight, model.block.kda.gate_up.bias]
+    bias = model.get_parameter(f"block.{model.config.model.mixer}.gate_up.bias")
+    filled = [model.head.weight, model.block.controller.weight, bias]
     with torch.no_grad():
         for parameter in filled + ([] if engram is None else [engram.tables, engram.conv.weight]):
             parameter.copy_(torch.randn(parameter.shape, generator=source) * parameter.shape[-1] ** -0.5)

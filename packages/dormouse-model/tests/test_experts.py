@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 @pytest.fixture
 def experts(tiny: Dormouse) -> Experts:
+    assert isinstance(tiny.block.experts, Experts)
     return tiny.block.experts
 
 
@@ -61,9 +62,9 @@ def test_pad_columns_are_zero_get_no_gradient_and_no_checkpoint_shows_them(tiny)
 def test_a_checkpoint_without_pad_columns_loads_into_a_padded_model(tiny, tiny_config):
     other = Dormouse(tiny_config(), seed=1)
     with torch.no_grad():
-        other.block.experts.down.weight[:, 37:] = 9.0
+        other.get_parameter("block.experts.down.weight")[:, 37:] = 9.0
     other.load_state_dict(tiny.state_dict())
-    assert torch.equal(other.block.experts.down.weight, tiny.block.experts.down.weight)
+    assert torch.equal(other.get_parameter("block.experts.down.weight"), tiny.block.experts.down.weight)
 
 
 def test_a_checkpoint_of_another_width_is_refused(tiny, tiny_config):
@@ -82,6 +83,7 @@ def test_a_checkpoint_of_another_width_is_refused(tiny, tiny_config):
 )
 def test_the_shared_and_the_routed_experts_start_with_comparable_strength(shape, tiny_config):
     experts = Dormouse(tiny_config(**shape)).block.experts
+    assert isinstance(experts, Experts)
     x = rows(512, shape["d_model"])
     with torch.no_grad():
         shared = experts.shared(x)[:, : shape["d_ffn"]]

@@ -62,9 +62,8 @@ def test_a_state_knows_its_batch_and_moves(tiny):
 def test_the_recurrent_state_is_fp32_and_there_is_one_an_iteration(tiny_config):
     state = Dormouse(tiny_config(iterations=3)).init_state(2)
     assert len(state.iterations) == 3
-    assert all(i.mixer.recurrent.dtype == torch.float32 for i in state.iterations)
-    assert all(i.mixer.recurrent.shape == (2, 3, 8, 8) for i in state.iterations)
-    assert all(i.mixer.tails.shape == (2, 3, 3 * 24) for i in state.iterations)
+    for recurrent, tails in (i.mixer.tensors() for i in state.iterations):
+        assert (recurrent.dtype, recurrent.shape, tails.shape) == (torch.float32, (2, 3, 8, 8), (2, 3, 3 * 24))
     assert all(i.engram is not None and i.engram.shape == (2, 3, 24) for i in state.iterations)
     assert state.last_bytes is not None
     assert torch.equal(state.last_bytes, torch.full((2, 3), -1, dtype=torch.int16))

@@ -145,6 +145,30 @@ def test_experts_without_a_gradient_keep_parameters_and_momentum_while_others_mo
             assert same == [False, True, False, True, False], name
 
 
+def test_dense_experts_move_by_the_rate_gate_and_up_apart_and_rest_without_a_gradient() -> None:
+    model, optimizer, _ = build("experts.kind=dense", "optim.nesterov=false", "optim.weight_decay=0.1")
+    name = "block.experts.swiglu.gate_up_proj"
+    draw_gradients(model, 0)
+    optimizer.step(1.0)
+    before = everything(model, optimizer)
+    draw_gradients(model, 1)
+    grad = model.get_parameter(name).grad
+    assert grad is not None
+    width = grad.shape[1] // 2
+    grad[[1, 3]], grad[2, :width] = 0, 0
+    optimizer.step(1.0)
+    after = everything(model, optimizer)
+    moved = (after[name] - before[name]).unflatten(1, (2, width))
+    assert [[bool(half.any()) for half in expert] for expert in moved] == [
+        *([True, True], [False, False], [False, True], [False, False], [True, True])
+    ]
+    kept = [torch.equal(before[f"momentum.{name}"][e], after[f"momentum.{name}"][e]) for e in range(5)]
+    assert kept == [False, True, False, True, False]
+    # Singular values of the update are those of a polar factor, for each matrix by itself.
+    values = torch.linalg.svdvals(moved[[0, 4]].flatten(0, 1)) / (0.02 * max(1.0, width / 24) ** 0.5)
+    assert float((values - 1).abs().median()) < 0.1
+
+
 def test_half_an_expert_without_a_gradient_rests_alone() -> None:
     model, optimizer, _ = build()
     draw_gradients(model, 0)

@@ -217,8 +217,11 @@ def test_the_rate_of_the_step_reaches_the_optimizer(monkeypatch: pytest.MonkeyPa
     assert rates == [0.25, 0.5, 0.75]
 
 
-def test_a_repeated_text_is_learned() -> None:
-    training = Training("train.steps=60", "train.batch=8", "train.lr=0.05")
+@pytest.mark.parametrize(
+    "arm", ["engram.enabled=true", "engram.enabled=false", "experts.kind=dense", "model.mixer=sdpa"]
+)
+def test_a_repeated_text_is_learned(arm: str) -> None:
+    training = Training("train.steps=60", "train.batch=8", "train.lr=0.05", arm)
     repeated = np.tile(np.frombuffer(b"abcdefgh", np.uint8), 100)
     training.batches = Batches(ByteView([repeated]), batch=8, seq=16, seed=0)
     losses = [training.step(step).train_bpb for step in range(60)]

@@ -1,4 +1,4 @@
-"""The looped block: a controller that mixes linear attention, a memory branch and experts.
+"""The looped block: a controller that mixes attention, a memory branch and experts.
 
     u = RMSNorm(h + e)      ga, gm, gf = sigmoid(W_c [u, x])
     h = h + alpha ( ga KDA(u) + Memory(u, gm) + gf Experts(u) )
@@ -20,7 +20,9 @@ from dormouse_model.engram import Engram, Recall
 from dormouse_model.experts import Experts
 from dormouse_model.kda import KDA
 from dormouse_model.norm import RMSNorm
+from dormouse_model.sdpa import SDPA
 from dormouse_model.state import IterationState
+from dormouse_model.swiglu_experts import SwiGLUExperts
 
 
 class BlockOutput(NamedTuple):
@@ -84,9 +86,14 @@ class Block(nn.Module):
         width = config.model.d_model
         self.norm = RMSNorm(width, device=device)
         self.controller = Controller(width, device=device)
-        self.kda = KDA(config, device=device)
+        if config.model.mixer == "sdpa":
+            self.sdpa = SDPA(config, device=device)
+        else:
+            self.kda = KDA(config, device=device)
         self.memory = Memory(config, device=device)
-        self.experts = Experts(width, config.experts, device=device)
+        kind = SwiGLUExperts if config.experts.kind == "dense" else Experts
+        self.experts = kind(width, config.experts, device=device)
+        self.mixer = config.model.mixer
 
     def forward(
         self,
@@ -100,7 +107,7 @@ class Block(nn.Module):
         """`hidden`, `x` [B, T, d], `embedding` [d] of this iteration, `alpha` [], what Engram recalls, the state."""
         u = self.norm(hidden + embedding)
         attention_gate, memory_gate, expert_gate = self.controller(u, x)
-        attended, mixer = self.kda(u, None if state is None else state.mixer)
+        attended, mixer = self.get_submodule(self.mixer)(u, None if state is None else state.mixer)
         remembered, tail = self.memory(u, memory_gate, recall, None if state is None else state.engram)
         experts, loss, counts = self.experts(u.flatten(0, 1))
         # alpha scales the gates [B, T, 1] rather than the sum [B, T, d].

@@ -33,7 +33,8 @@ class ModelSection(Section):
     head_dim: int = Field(gt=0)
     iterations: int = Field(default=2, gt=0)
     """L: how often the one block is applied."""
-    mixer: Literal["kda"] = "kda"
+    mixer: Literal["kda", "sdpa"] = "kda"
+    """`sdpa`, softmax attention, is another model to compare with; its state grows with the past."""
     memory_max: float = Field(default=0.5, ge=0, le=1)
     """Most that the memory gate may take from the dense path, for Engram where there is one."""
 
@@ -53,7 +54,8 @@ class KDASection(Section):
 class ExpertsSection(Section):
     """`[experts]`: the two-latent spectral experts, the shared expert and the router."""
 
-    kind: Literal["tsct"] = "tsct"
+    kind: Literal["tsct", "dense"] = "tsct"
+    """`dense` are SwiGLU experts as the control, of the width at which the model has as many parameters."""
     num_experts: int = Field(gt=0)
     top_k: int = Field(default=2, gt=0)
     rank: int = Field(gt=0)
@@ -74,6 +76,8 @@ class ExpertsSection(Section):
         for name in ("rank", "shared_rank"):
             if getattr(self, name) > self.d_ffn:
                 raise ValueError(f"{name} is {getattr(self, name)} but d_ffn {self.d_ffn}; a rank is at most the width")
+        if self.kind == "dense" and self.implementation == "triton":
+            raise ValueError("implementation is 'triton', which serves kind 'tsct' alone; use 'auto' for 'dense'")
         return self
 
     @property
@@ -85,6 +89,29 @@ class ExpertsSection(Section):
     def d_ffn_padded(self) -> int:
         """`d_ffn` rounded up to 16, the width of activations and of `W_down` in memory."""
         return -(-self.d_ffn // 16) * 16
+
+    def tsct_parameters(self, d_model: int) -> int:
+        """Parameters of two-latent experts: routed, shared, and the one down projection of all."""
+        ranks = self.num_experts * self.rank + self.shared_rank
+        return ranks * (2 * d_model + self.d_ffn + 2) + d_model * self.d_ffn
+
+    def swiglu_parameters(self, d_model: int, width: int) -> int:
+        """Parameters of SwiGLU experts of `width`, the shared one included."""
+        return 3 * d_model * (self.num_experts * width + self._shared_width(width))
+
+    def swiglu_widths(self, d_model: int) -> tuple[int, int]:
+        """Widths of a routed and of the shared SwiGLU expert, in the ratio of the ranks.
+
+        The routed one is that at which `swiglu_parameters` is nearest to `tsct_parameters`.
+        """
+        wanted, lowest = self.tsct_parameters(d_model), 1
+        while self.swiglu_parameters(d_model, lowest + 1) <= wanted:
+            lowest += 1
+        width = min((lowest, lowest + 1), key=lambda w: abs(self.swiglu_parameters(d_model, w) - wanted))
+        return width, self._shared_width(width)
+
+    def _shared_width(self, width: int) -> int:
+        return max(1, round(width * self.shared_rank / self.rank))
 
 
 class EngramSection(Section):

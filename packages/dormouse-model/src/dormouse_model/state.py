@@ -35,10 +35,32 @@ class KDAState:
 
 
 @dataclass(frozen=True)
+class SDPAState:
+    """What softmax attention remembers in KDA's place: everything, so that it grows with the past of S bytes.
+
+    `keys`, `values` [B, S, H, K]; `seen` [B, S] bool, false where a byte was before a sequence's start; `tails` as in
+    `KDAState`.
+    """
+
+    keys: Tensor
+    values: Tensor
+    seen: Tensor
+    tails: Tensor
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> SDPAState:
+        """The state with `function` applied to each tensor."""
+        return SDPAState(*(function(t) for t in self.tensors()))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors in the order of the fields."""
+        return self.keys, self.values, self.seen, self.tails
+
+
+@dataclass(frozen=True)
 class IterationState:
     """One iteration's memory of the past: its mixer's, and the tail [B, W-1, d] of Engram's convolution if any."""
 
-    mixer: KDAState
+    mixer: KDAState | SDPAState
     engram: Tensor | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> IterationState:
@@ -69,7 +91,7 @@ class State:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held; independent of how long the past is."""
+        """Bytes held; with KDA independent of how long the past is."""
         return sum(t.nbytes for t in self.tensors())
 
     def tensors(self) -> tuple[Tensor, ...]:

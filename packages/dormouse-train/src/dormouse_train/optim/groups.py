@@ -43,14 +43,16 @@ class Group:
         return sum(parameter.numel() for parameter in self.parameters.values())
 
 
-_KDA = r"block\.kda\."
+_MIXER = r"block\.(kda|sdpa)\."
 _EXPERTS = r"block\.experts\."
 _ENGRAM = r"block\.memory\.engram\."
 
 RULES = (
     # Orthonormal factors: the rate is an angle, and decay could only rescale it.
     Rule("factors", "factor", (_EXPERTS + r"(shared\.)?(gate_up_proj|v)",)),
-    Rule("mixer", "muon", (_KDA + r"[qkvo]_proj\.weight",), decays=True),
+    # An expert that no byte chose must rest, and decay would still move it.
+    Rule("experts", "muon", (_EXPERTS + r"(shared_)?swiglu\.(gate_up|down)_proj",)),
+    Rule("mixer", "muon", (_MIXER + r"[qkvo]_proj\.weight",), decays=True),
     Rule(
         "dense",
         "muon",
@@ -68,18 +70,18 @@ RULES = (
     Rule(
         "gates",
         "adamw",
-        (r"block\.controller\.weight", _KDA + r"(decay|gate)_(down|up)\.weight", _KDA + r"beta_proj\.weight"),
+        (r"block\.controller\.weight", _MIXER + r"(decay|gate)_(down|up)\.weight", _MIXER + r"beta_proj\.weight"),
     ),
     Rule("router", "adamw", (_EXPERTS + r"router\.weight",)),
     Rule("scales", "adamw", (_EXPERTS + r"(shared\.)?scale",)),
-    Rule("convolutions", "adamw", (_KDA + r"[qkv]_conv\.weight", _ENGRAM + r"conv\.weight")),
+    Rule("convolutions", "adamw", (_MIXER + r"[qkv]_conv\.weight", _ENGRAM + r"conv\.weight")),
     Rule(
         "vectors",
         "adamw",
         (
             r"alpha",
-            r"(block\.|block\.kda\.)?norm\.weight",
-            _KDA + r"(A_log|dt_bias|gate_up\.bias)",
+            r"(block\.|block\.(kda|sdpa)\.)?norm\.weight",
+            _MIXER + r"(A_log|dt_bias|gate_up\.bias)",
             _ENGRAM + r"(query|key|conv)_norm\.weight",
         ),
     ),

@@ -60,6 +60,7 @@ class Optimizer:
     its parameters and its momentum: an expert that no byte chose must not walk on along stale momentum.
     Dense matrices: Muon, batched by shape, `m = beta m + (1 - beta) g`, the orthogonalized update times
     `sqrt(max(1, rows / columns))`, decoupled decay. Pad columns are outside the matrix that is seen, and stay zero.
+    Experts' dense matrices are batched as they are and rest as factors do.
     Tables: sparse Adam, on the rows that the step read. The rest: AdamW. A group's rate is `lr_scale * lr` times
     `optim.muon_lr`, `optim.adam_lr`, or for tables `optim.adam_lr * optim.table_lr`.
     """
@@ -72,6 +73,7 @@ class Optimizer:
         self._widths = {"block.experts.down.weight": model.config.experts.d_ffn}
         self._factors = _matching(model.factors(), self._named("factor"))
         self._dense = self._named("muon")
+        self._decays = {name: self._decay(group) for group in self.groups for name in group.parameters}
         self._momentum = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in self._named("factor").items()}
         self._momentum |= {
             name: torch.zeros_like(self._seen(name, p), dtype=torch.float32).contiguous()
@@ -87,7 +89,9 @@ class Optimizer:
         return {name: p for group in self.groups if group.rule.method == method for name, p in group.parameters.items()}
 
     def _seen(self, name: str, tensor: Tensor) -> Tensor:
-        """A dense matrix without its pad columns."""
+        """The dense matrices [..., rows, columns] of a parameter: without pad columns, gate and up projection apart."""
+        if name.endswith(".gate_up_proj"):
+            return tensor.unflatten(-2, (2, tensor.shape[-2] // 2))
         return tensor[:, : self._widths[name]] if name in self._widths else tensor
 
     def _decay(self, group: Group) -> float:
@@ -145,9 +149,13 @@ class Optimizer:
         updates = []
         for name in names:
             grad, momentum = self._seen(name, _grad(self._dense[name])).float(), self._momentum[name]
-            momentum.lerp_(grad, 1 - beta)
-            updates.append(grad.lerp(momentum, beta) if self.optim.nesterov else momentum)
-        # Stacked copies: orthogonalizing must never touch the momentum itself.
+            moved = momentum.lerp(grad, 1 - beta)
+            update = grad.lerp(moved, beta) if self.optim.nesterov else moved
+            if grad.dim() > 2:
+                rests = (grad == 0).flatten(-2).all(-1)[..., None, None]
+                moved, update = torch.where(rests, momentum, moved), update.masked_fill(rests, 0)
+            momentum.copy_(moved)
+            updates.append(update)
         stacked = torch.stack(updates)
         rows, columns = stacked.shape[-2:]
         tall = rows > columns
@@ -156,7 +164,7 @@ class Optimizer:
         rate = self._rates["muon"]
         for name, update in zip(names, orthogonal.unbind(0), strict=True):
             seen = self._seen(name, self._dense[name])
-            seen.mul_(1 - rate * self.optim.weight_decay).sub_(update * rate)
+            seen.mul_(1 - rate * self._decays[name]).sub_(update * rate)
 
     def _step_table(self, name: str) -> None:
         table = self._tables[name]
