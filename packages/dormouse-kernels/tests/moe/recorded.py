@@ -61,6 +61,7 @@ def record(
     x, gate_up, v = meta(T, d), meta(E, 2 * r, d), meta(E, f, r)
     scale, weights = meta(E, 2 * r, of=torch.float32), meta(T, k, of=torch.float32)
     made = plan_for(sort.sort_slots(meta(T, k, of=torch.int64), E, tiles.rows), tiles)
+    sort.cut_tiles(made.routing.offsets, T * k, 128)
     rest = meta(T, f_pad) if residual else None
     out, saved = launches.run_forward(x, gate_up, scale, v, weights, rest, made, dtype)
     _, stash = launches.grad_v(out, saved, scale, v, weights, made, data=True, dv=torch.empty_like(v))

@@ -4,6 +4,8 @@ import dormouse_kernels
 import pytest
 import torch
 from dormouse_kernels import route
+from dormouse_kernels.moe.routing.sort import cut_tiles
+from dormouse_kernels.moe.routing.tilemap import cut
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -104,15 +106,19 @@ def test_triton_sorts_and_cuts_as_torch_does(name):
     want = route(index, num_experts, implementation="reference")
     for field in ("counts", "offsets", "order", "inverse"):
         assert torch.equal(getattr(got, field), getattr(want, field)), field
-    made, cut = got.cut(16), want.cut(16)
-    assert made is got.tile_map
-    assert made.max_tiles == cut.max_tiles
-    assert torch.equal(made.start, cut.start)
-    real = cut.tiles.view(-1, 4)[:, 0] >= 0
-    assert torch.equal(made.tiles.view(-1, 4)[real], cut.tiles.view(-1, 4)[real])
-    assert (made.tiles.view(-1, 4)[~real, 0] == -1).all()
-    several = int(cut.long[0]) + 1
-    assert torch.equal(made.long[:several], cut.long[:several])
+    assert got.tile_map is got.cut(16)
+    assert_same_tiles(got.tile_map, want.cut(16))
+    assert_same_tiles(cut_tiles(got.offsets, index.numel(), 32), cut(want.counts, want.offsets, index.numel(), 32))
+
+
+def assert_same_tiles(got, want):
+    assert got.max_tiles == want.max_tiles
+    assert torch.equal(got.start, want.start)
+    real = want.tiles.view(-1, 4)[:, 0] >= 0
+    assert torch.equal(got.tiles.view(-1, 4)[real], want.tiles.view(-1, 4)[real])
+    assert (got.tiles.view(-1, 4)[~real, 0] == -1).all()
+    several = int(want.long[0]) + 1
+    assert torch.equal(got.long[:several], want.long[:several])
 
 
 def test_tiles_cover_every_row_once_and_every_expert_has_one():

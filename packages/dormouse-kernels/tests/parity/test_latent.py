@@ -4,12 +4,10 @@ import pytest
 import torch
 from dormouse_kernels import dependents, latent_glu_experts
 from dormouse_kernels.moe.latent import backward, forward, turns
-from dormouse_kernels.moe.routing import kernels as sort
 from dormouse_kernels.proof import oracle, relative_errors
 
 KERNELS = (
     dependents.after_previous,
-    sort.slot_bins, sort.count_blocks, sort.scan_bins, sort.place_slots, sort.place_block, sort.map_tiles,
     turns.take_ticket, turns.program_barrier, turns.wait_for, turns.row_turns, turns.residual_of, turns.store_in_turn,
     forward.read_tile, forward.latent_rows, forward.expand_rows, forward.sum_slots,
     backward.store_gradient, backward.grad_v_rows, backward.grad_v_piece, backward.latent_gradients,

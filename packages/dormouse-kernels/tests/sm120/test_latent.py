@@ -23,7 +23,10 @@ CASES = {
 }
 HELPERS = {
     "count_blocks": (sort.slot_bins,),
-    "place_slots": (sort.place_block, sort.map_tiles, sort.slot_bins),
+    "scan_bins": (sort.store_starts,),
+    "start_tiles": (sort.store_starts,),
+    "map_experts": (sort.map_part,),
+    "place_slots": (sort.place_block, sort.map_part, sort.slot_bins),
     "latent_rows": (turns.row_turns, forward.read_tile),
     "expand_rows": (
         turns.store_in_turn, turns.take_ticket, turns.program_barrier, turns.wait_for, turns.residual_of,

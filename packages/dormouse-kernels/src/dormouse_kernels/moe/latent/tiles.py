@@ -46,8 +46,8 @@ SM_120 = replace(SM_90, grad_v_stages=3, grad_v_pieces=1, grad_u_d=64, long_prog
 """For 99 KiB of shared memory and mma.sync; compiled for, not measured."""
 SM_86 = replace(SM_120, pdl=False)
 """sm_86 and sm_89: sm_120's shared memory and mma kind, no dependent launches; compiled for, not measured."""
-SM_80 = replace(SM_86, long_programs=216)
-"""163 KiB of shared memory, of which a fourth stage would spill registers; compiled for, not measured."""
+SM_80 = replace(SM_86, grad_v_warps=8, long_programs=216)
+"""163 KiB of shared memory, mma.sync; with four warps dz and dV together would spill. Compiled for, not measured."""
 WIDE = Tiles(
     rows=32, latent_d=32, latent_stages=2, expand_f=64, expand_residual_f=32, grad_v_f=16, grad_v_warps=8,
     grad_v_stages=2, grad_v_pieces=1, grad_u_d=32, grad_u_stages=2, long_block=32, long_warps=8, long_stages=2,

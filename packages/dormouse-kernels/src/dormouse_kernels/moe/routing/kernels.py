@@ -58,13 +58,39 @@ def scan_bins(
         n = tl.load(total_ptr + e, cache_modifier=".cg")
         tl.store(counts_ptr + e, n.to(tl.int64), mask=e < E)
         tl.store(offsets_ptr + e, (tl.cumsum(n, 0) - n).to(tl.int64), mask=e <= E)
-        # an expert without rows has a tile too: a program must exist to write its zeros
-        tiles = (n + TILE - 1) // TILE
-        tiles = tl.where(e < E, tl.maximum(tiles, 1), tl.where(e == E, tiles, 0))
-        tl.store(tile_start_ptr + e, tl.cumsum(tiles, 0) - tiles, mask=e <= E + 1)
-        is_long = ((tiles > 1) & (e < E)).to(tl.int32)
-        tl.store(long_ptr + tl.cumsum(is_long, 0), e, mask=is_long > 0)
-        tl.store(long_ptr, tl.sum(is_long, 0))
+        store_starts(n, e, tile_start_ptr, long_ptr, E, TILE)
+
+
+@triton.jit
+def store_starts(n, e, tile_start_ptr, long_ptr, E, TILE: tl.constexpr):
+    """Each bin's first tile, and the experts of several tiles, from the bins' counts n; e is arange."""
+    # an expert without rows has a tile too: a program must exist to write its zeros
+    tiles = (n + TILE - 1) // TILE
+    tiles = tl.where(e < E, tl.maximum(tiles, 1), tl.where(e == E, tiles, 0))
+    tl.store(tile_start_ptr + e, tl.cumsum(tiles, 0) - tiles, mask=e <= E + 1)
+    is_long = ((tiles > 1) & (e < E)).to(tl.int32)
+    tl.store(long_ptr + tl.cumsum(is_long, 0), e, mask=is_long > 0)
+    tl.store(long_ptr, tl.sum(is_long, 0))
+
+
+@triton.jit
+def start_tiles(offsets_ptr, tile_start_ptr, long_ptr, R, E, BINS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
+    """`store_starts` of rows that are sorted already; one program."""
+    after_previous(PDL)
+    e = tl.arange(0, BINS)
+    begin = tl.load(offsets_ptr + e, mask=e <= E, other=0)
+    end = tl.load(offsets_ptr + e + 1, mask=e < E, other=R)
+    store_starts(tl.where(e <= E, end - begin, 0).to(tl.int32), e, tile_start_ptr, long_ptr, E, TILE)
+
+
+@triton.jit
+def map_experts(
+    offsets_ptr, tile_start_ptr, map_ptr, R, E, max_tiles,
+    TILE: tl.constexpr, EXPERTS: tl.constexpr, SPARE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The map of the tiles that `start_tiles` counted."""
+    after_previous(PDL)
+    map_part(offsets_ptr, tile_start_ptr, map_ptr, tl.program_id(0), R, E, max_tiles, TILE, EXPERTS, SPARE)
 
 
 @triton.jit
@@ -79,11 +105,7 @@ def place_slots(
     if program < blocks:
         place_block(index_ptr, hist_ptr, offsets_ptr, order_ptr, inverse_ptr, program, R, E, BINS, BLOCK)
     else:
-        first = program - blocks
-        tile = first * SPARE + tl.arange(0, SPARE)
-        spare = (tile >= tl.load(tile_start_ptr + E + 1)) & (tile < max_tiles)
-        tl.store(map_ptr + tile * 4, tl.zeros([SPARE], tl.int32) - 1, mask=spare)
-        map_tiles(offsets_ptr, tile_start_ptr, map_ptr, first * EXPERTS + tl.arange(0, EXPERTS), R, E, TILE)
+        map_part(offsets_ptr, tile_start_ptr, map_ptr, program - blocks, R, E, max_tiles, TILE, EXPERTS, SPARE)
 
 
 @triton.jit
@@ -108,8 +130,18 @@ def place_block(
 
 
 @triton.jit
-def map_tiles(offsets_ptr, tile_start_ptr, map_ptr, expert, R, E, TILE: tl.constexpr):
-    """map[tile] = (expert, first row, end row, tiles of the expert), for every tile of some experts; E: sentinels."""
+def map_part(
+    offsets_ptr, tile_start_ptr, map_ptr, part, R, E, max_tiles,
+    TILE: tl.constexpr, EXPERTS: tl.constexpr, SPARE: tl.constexpr,
+):  # fmt: skip
+    """map[tile] = (expert, first row, end row, tiles of the expert) for every tile of the part's EXPERTS experts.
+
+    Expert E holds sentinels; of the tiles that no expert has, SPARE a part get expert -1.
+    """
+    tile = part * SPARE + tl.arange(0, SPARE)
+    spare = (tile >= tl.load(tile_start_ptr + E + 1)) & (tile < max_tiles)
+    tl.store(map_ptr + tile * 4, tl.zeros([SPARE], tl.int32) - 1, mask=spare)
+    expert = part * EXPERTS + tl.arange(0, EXPERTS)
     here = tl.load(tile_start_ptr + expert, mask=expert <= E, other=0)
     count = tl.load(tile_start_ptr + expert + 1, mask=expert <= E, other=0) - here
     begin = tl.load(offsets_ptr + expert, mask=expert <= E, other=0).to(tl.int32)

@@ -58,9 +58,13 @@ class Routing:
         return self.order.numel() - self.offsets[-1]
 
     def cut(self, rows: int) -> TileMap:
-        """Tiles of at most `rows` rows: `tile_map` where it has that size, otherwise made now in plain torch."""
+        """Tiles of at most `rows` rows: `tile_map` where it has that size, otherwise made now; no host sync."""
         if self.tile_map is not None and self.tile_map.rows == rows:
             return self.tile_map
+        if choose_sort(self.order.device.type, self.num_experts) == "triton":
+            from dormouse_kernels.moe.routing.sort import cut_tiles
+
+            return cut_tiles(self.offsets, self.order.numel(), rows)
         return cut(self.counts, self.offsets, self.order.numel(), rows)
 
 
@@ -87,7 +91,7 @@ def route(
     if tile_rows < 1:
         raise ValueError(f"route: tile_rows is {tile_rows}; pass at least 1")
     if choose_sort(top_k_index.device.type, num_experts, implementation) == "triton":
-        # here, because a plain `import dormouse_kernels` must not wait for triton
+        # here and in `cut`, because a plain `import dormouse_kernels` must not wait for triton
         from dormouse_kernels.moe.routing.sort import sort_slots
 
         return sort_slots(top_k_index, num_experts, tile_rows)

@@ -29,7 +29,7 @@ def sort_slots(top_k_index: torch.Tensor, num_experts: int, rows: int) -> Routin
     counted = {"index_ptr": index, "hist_ptr": hist, "arrived_ptr": arrived, **shared}
     launch(kernels.count_blocks, (blocks,), counted, pdl=pdl)
     columns = min(16, bins)
-    mapping = -(-(num_experts + 1) // _EXPERTS)
+    mapping, parts = _mapping(max_tiles, num_experts)
     launch(
         kernels.scan_bins,
         (bins // columns,),
@@ -46,13 +46,35 @@ def sort_slots(top_k_index: torch.Tensor, num_experts: int, rows: int) -> Routin
         {
             "index_ptr": index, "hist_ptr": hist, "offsets_ptr": offsets, "tile_start_ptr": start,
             "order_ptr": order, "inverse_ptr": inverse, "map_ptr": tiles, "blocks": blocks, "max_tiles": max_tiles,
-            "TILE": rows, "EXPERTS": _EXPERTS, "SPARE": _power_of_two(-(-max_tiles // mapping)), **shared,
+            "TILE": rows, **parts, **shared,
         },
         num_warps=8,
         pdl=pdl,
     )  # fmt: skip
     cut = TileMap(rows, start, tiles, long, max_tiles)
     return Routing(top_k_index, num_experts, counts, offsets, order, inverse, cut)
+
+
+def cut_tiles(offsets: torch.Tensor, slots: int, rows: int) -> TileMap:
+    """The tile map of `slots` rows that are sorted already, in two launches; at most 4094 experts."""
+    num_experts, device = offsets.numel() - 1, offsets.device
+    max_tiles = most_tiles(rows, num_experts, slots)
+    tiles, start, long = _carve((4 * max_tiles, num_experts + 2, num_experts + 1), device)
+    pdl = dependent_launches(device)
+    shared = {
+        "offsets_ptr": offsets, "tile_start_ptr": start, "R": slots, "E": num_experts, "TILE": rows, "PDL": pdl,
+    }  # fmt: skip
+    bins = _power_of_two(num_experts + 2)
+    launch(kernels.start_tiles, (1,), {"long_ptr": long, "BINS": bins, **shared}, pdl=pdl)
+    mapping, parts = _mapping(max_tiles, num_experts)
+    launch(kernels.map_experts, (mapping,), {"map_ptr": tiles, "max_tiles": max_tiles, **parts, **shared}, pdl=pdl)
+    return TileMap(rows, start, tiles, long, max_tiles)
+
+
+def _mapping(max_tiles: int, num_experts: int) -> tuple[int, dict[str, int]]:
+    """Programs that map tiles, and how many experts and spare tiles each has."""
+    programs = -(-(num_experts + 1) // _EXPERTS)
+    return programs, {"EXPERTS": _EXPERTS, "SPARE": _power_of_two(-(-max_tiles // programs))}
 
 
 def _carve(sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
