@@ -32,7 +32,7 @@ def meta(*shape: int, of: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.empty(*shape, dtype=of, device="meta")
 
 
-def launches_of(tiles: Tiles, arch: int, dtype: torch.dtype, *, T: int, D: int, I: int, E: int, k: int) -> list[Build]:  # noqa: E741
+def launches_of(tiles: Tiles, arch: int, dtype: torch.dtype, *, T: int, D: int, I: int, E: int, k: int) -> list[Build]:
     """The launches of a forward and a full backward over meta tensors, in order."""
     builds: list[Build] = []
 
