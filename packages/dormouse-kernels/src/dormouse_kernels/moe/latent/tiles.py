@@ -62,7 +62,7 @@ SM_90_R128 = replace(
     SM_120_R128, rows=64, expand_residual_f=64, grad_v_f=64, grad_u_d=64, long_programs=SM_90.long_programs
 )
 """Rank 128 in 227 KiB."""
-WIDE_R128 = replace(WIDE, rows=16, latent_d=16, latent_warps=8, expand_warps=8, grad_u_d=16, long_block=16)
+WIDE_R128 = replace(WIDE, rows=16, expand_warps=8, grad_u_d=16, long_block=16)
 """Rank 128, four-byte operands."""
 INTERPRETED = Tiles(
     rows=16,
