@@ -13,7 +13,7 @@ def draw(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE, dtype)
 
 
-def routing_of(T=19, E=3, k=2, seed=0):
+def routing_of(T=12, E=3, k=2, seed=0):
     # from -1 to E: some are sentinels
     return route(torch.randint(-1, E + 1, (T, k), generator=torch.Generator().manual_seed(seed)).to(DEVICE), E)
 
@@ -105,17 +105,17 @@ def test_rows_and_upstream_gradients_of_any_strides_give_the_same_bits():
 
 @pytest.mark.parametrize("T", [0, 1])
 def test_no_rows_and_one_row_give_zeros_to_idle_experts(T):
-    routing = routing_of(T=T, k=1)
+    routing = route(torch.full((T, 1), 2, device=DEVICE), 3)
     a, b, g = operands(routing, 5, 4, gather=True)
     got = product(a, b, g, routing, "triton", gather=True)
     assert got["out"].shape == (T, 4)
     busy = routing.counts > 0
     assert (got["db"][~busy] == 0).all()
-    assert T == 0 or busy.any()
+    assert (got["db"][busy] != 0).all()
 
 
 def test_fp16_is_within_its_rounding_of_the_reference():
-    routing = routing_of(T=40)
+    routing = routing_of(T=20)
     rows = operands(routing, 48, 33, gather=True, dtype=torch.float16)
     options = {"gather": True, "scatter": True}
     want = product(*(each.double() for each in rows), routing, "reference", **options)
@@ -220,5 +220,5 @@ def test_bad_input_is_refused_by_name(sentence):
 def test_an_integer_operand_is_refused():
     routing = routing_of()
     a, b, _ = operands(routing, 4, 3, gather=False)
-    with pytest.raises(TypeError, match="grouped_mm: a is torch.int64; pass float64"):
+    with pytest.raises(TypeError, match=r"grouped_mm: a is torch\.int64; pass float64"):
         grouped_mm(a.long(), b, routing)
