@@ -10,9 +10,11 @@ from pathlib import Path
 import dormouse_train
 import pytest
 import torch
+from dormouse_model import checkpoint
 from dormouse_model.config import ConfigError
 from dormouse_train import loop, start
-from dormouse_train.commands import evaluate, generate
+from dormouse_train.checkpoint import Checkpoint
+from dormouse_train.commands import evaluate, generate, info
 from dormouse_train.config import load_config
 from dormouse_train.errors import UserError
 from dormouse_train.metrics import read
@@ -36,6 +38,16 @@ def train(run: str | None = "run", **keys: object):
         k.replace("_", ".", 1): v for k, v in keys.items()
     }
     return dormouse_train.train("tiny.toml", run=run, overrides=overrides)
+
+
+class Parts(dict[str, torch.Tensor]):
+    """A part that is saved as it is."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return dict(self)
+
+    def load_state_dict(self, state_dict: object, /) -> None:
+        raise NotImplementedError
 
 
 def model(run: Path | str, step: int) -> dict[str, torch.Tensor]:
@@ -216,6 +228,35 @@ def test_other_bytes_are_scored_whole_and_a_seed_repeats_what_is_written(copied:
         generate.command(copied, b"the ", 40, temperature=1.5, seed=seed)
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_model_that_writes_nothing_finite_is_a_sentence(copied: Path):
+    folder = copied / "checkpoints" / "step-6"
+    weights = load_file(folder / "model.safetensors")
+    Checkpoint(copied).add("model", Parts(weights | {"head.weight": weights["head.weight"] * torch.nan})).save(6)
+    with pytest.raises(UserError, match="logits are not finite; load an earlier checkpoint"):
+        generate.command(copied, b"x", 3, temperature=1.0, seed=0)
+
+
+def test_info_of_a_run_in_progress_leaves_out_the_checkpoint_that_has_just_gone(copied: Path, capsys, monkeypatch):
+    real = checkpoint.verify
+
+    def going(folder: Path) -> dict[str, object]:
+        if folder.name == "step-1":
+            shutil.rmtree(folder)
+        return real(folder)
+
+    monkeypatch.setattr(checkpoint, "verify", going)
+    info.command(copied)
+    shown = capsys.readouterr().out
+    assert "step 2: whole" in shown
+    assert "step 1:" not in shown
+
+
+def test_info_of_what_is_no_run_says_so():
+    for path, says in (("words.txt", "is no folder"), ("none", "does not exist")):
+        with pytest.raises(UserError, match=f"--run: {path} {says}"):
+            info.command(Path(path))
 
 
 def test_eval_of_a_partial_checkpoint_names_it(copied: Path):
