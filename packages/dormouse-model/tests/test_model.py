@@ -247,7 +247,11 @@ def test_a_forward_counts_each_site_once_an_iteration(tiny, bytes_of):
         state = tiny(bytes_of(2, 20), return_state=True).state
         tiny(bytes_of(2, 1), state)
     counts = {key: n for key, n in counters.snapshot().items() if n}
-    assert counts == {"kda/forward/torch": 2, "kda/decode/recurrent": 2, "moe.latent_glu_experts/forward/reference": 4}
+    assert counts == {
+        "kda/forward/bounded": 2,
+        "kda/decode/recurrent": 2,
+        "moe.latent_glu_experts/forward/reference": 4,
+    }
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward outside"])

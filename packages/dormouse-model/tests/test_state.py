@@ -5,6 +5,15 @@ import torch
 from dormouse_model import Dormouse, State
 
 
+@pytest.mark.parametrize("length", [1, 2, 15, 200])
+def test_a_state_keeps_nothing_of_the_past_but_itself(tiny, bytes_of, length):
+    with torch.no_grad():
+        state = tiny(bytes_of(2, length), return_state=True).state
+    for iteration in state.iterations:
+        for tensor in iteration.tensors():
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
 def test_a_clone_shares_no_memory(tiny, bytes_of):
     state = tiny(bytes_of(1, 5), return_state=True).state
     copy = state.clone()

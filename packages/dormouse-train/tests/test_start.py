@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Generator
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 import dormouse_train
 import pytest
 import torch
+from dormouse_model import checkpoint
 from dormouse_model.config import ConfigError
 from dormouse_train import loop, start
+from dormouse_train.checkpoint import Checkpoint
 from dormouse_train.commands import evaluate, generate, info
 from dormouse_train.config import load_config
 from dormouse_train.errors import UserError
@@ -37,6 +40,16 @@ def train(run: str | None = "run", **keys: object):
     return dormouse_train.train("tiny.toml", run=run, overrides=overrides)
 
 
+class Parts(dict[str, torch.Tensor]):
+    """A part that is saved as it is."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return dict(self)
+
+    def load_state_dict(self, state_dict: object, /) -> None:
+        raise NotImplementedError
+
+
 def model(run: Path | str, step: int) -> dict[str, torch.Tensor]:
     return load_file(Path(run) / "checkpoints" / f"step-{step}" / "model.safetensors")
 
@@ -60,7 +73,7 @@ def test_train_returns_the_score_that_the_run_wrote_and_prints_nothing(capsys: p
 )
 def test_without_a_name_it_is_nano_on_a_cpu_and_small_on_cuda(device, asked, experts, monkeypatch):
     begun = []
-    monkeypatch.setattr(start, "_device", lambda wanted: device)
+    monkeypatch.setattr(start, "settled", lambda wanted: device)
     monkeypatch.setattr(start, "_loop", lambda config, *_, **__: begun.append(config))
     keys = {"data.paths": ["words.txt"], "train.batch": 2, "train.seq": 64, "log.every": 7}
     dormouse_train.train(asked, run="run", overrides=keys)
@@ -70,18 +83,18 @@ def test_without_a_name_it_is_nano_on_a_cpu_and_small_on_cuda(device, asked, exp
 
 
 def test_what_small_could_not_be_is_no_error_of_a_run_on_a_cpu(monkeypatch):
-    monkeypatch.setattr(start, "_device", lambda wanted: "cpu")
+    monkeypatch.setattr(start, "settled", lambda wanted: "cpu")
     monkeypatch.setattr(start, "_loop", lambda config, *_, **__: None)
     keys = {"data.paths": ["words.txt"], "train.batch": 2, "train.seq": 64, "experts.d_ffn": 64}
     dormouse_train.train(run="run", overrides=keys)
-    monkeypatch.setattr(start, "_device", lambda wanted: "cuda")
+    monkeypatch.setattr(start, "settled", lambda wanted: "cuda")
     with pytest.raises(ConfigError, match="shared_rank is 96 but d_ffn 64"):
         dormouse_train.train(run="other", overrides=keys)
     assert not Path("other").exists()
 
 
 def test_data_too_short_for_the_configuration_that_the_device_chose_leaves_no_folder(monkeypatch):
-    monkeypatch.setattr(start, "_device", lambda wanted: "cuda")
+    monkeypatch.setattr(start, "settled", lambda wanted: "cuda")
     Path("short.txt").write_bytes(b"x" * 400)
     with pytest.raises(UserError, match=r"train\.seq"):
         dormouse_train.train(run="run", overrides={"data.paths": ["short.txt"], "train.batch": 1})
@@ -182,7 +195,7 @@ def test_what_a_killed_start_left_is_cleared_and_never_trained_on():
     run = Path("run")
     (run / "data").mkdir(parents=True)
     (run / ".lock").touch()
-    (run / "data" / "train.tmp").write_bytes(b"half of it")
+    (run / "data" / "train.bin.tmp").write_bytes(b"half of it")
     (run / "data.json").write_text("of other bytes")
     train("run", train_steps=1)
     assert sorted(path.name for path in (run / "data").iterdir()) == ["heldout.bin", "train.bin"]
@@ -226,6 +239,35 @@ def test_other_bytes_are_scored_whole_and_a_seed_repeats_what_is_written(copied:
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_a_model_that_writes_nothing_finite_is_a_sentence(copied: Path):
+    folder = copied / "checkpoints" / "step-6"
+    weights = load_file(folder / "model.safetensors")
+    Checkpoint(copied).add("model", Parts(weights | {"head.weight": weights["head.weight"] * torch.nan})).save(6)
+    with pytest.raises(UserError, match="logits are not finite; load an earlier checkpoint"):
+        generate.command(copied, b"x", 3, temperature=1.0, seed=0)
+
+
+def test_info_of_a_run_in_progress_leaves_out_the_checkpoint_that_has_just_gone(copied: Path, capsys, monkeypatch):
+    real = checkpoint.verify
+
+    def going(folder: Path) -> dict[str, object]:
+        if folder.name == "step-1":
+            shutil.rmtree(folder)
+        return real(folder)
+
+    monkeypatch.setattr(checkpoint, "verify", going)
+    info.command(copied)
+    shown = capsys.readouterr().out
+    assert "step 2: whole" in shown
+    assert "step 1:" not in shown
+
+
+def test_info_of_what_is_no_run_says_so():
+    for path, says in (("words.txt", "is no folder"), ("none", "does not exist")):
+        with pytest.raises(UserError, match=f"--run: {path} {says}"):
+            info.command(Path(path))
+
+
 def test_eval_of_a_partial_checkpoint_names_it(copied: Path):
     (copied / "checkpoints" / "step-6" / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"step-6/model.safetensors is missing"):
@@ -237,5 +279,61 @@ def test_a_full_device_is_a_sentence_with_the_mend(monkeypatch: pytest.MonkeyPat
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore advice.")
 
     monkeypatch.setattr(loop, "train", full)
-    with pytest.raises(UserError, match=r"^train: CUDA out of memory.*2.00 GiB; lower train.batch"):
+    with pytest.raises(UserError, match=r"^train: CUDA out of memory.*2.00 GiB; free memory and go on with --resume"):
         train("run")
+
+
+@pytest.mark.parametrize("key", ["train.batch", "train.accumulate", "train.seq"])
+def test_a_full_memory_tells_a_resume_to_change_nothing_that_it_would_refuse(key, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    train("run", train_steps=1)
+    monkeypatch.setattr(loop, "train", full)
+    with pytest.raises(UserError) as told:
+        dormouse_train.train(run="run", resume=True)
+    of_a_resume, _, of_a_new_run = str(told.value).partition("or start a new run with")
+    assert "--resume" in of_a_resume
+    assert key in of_a_new_run
+    with pytest.raises(UserError, match=f"was begun with {key}"):
+        dormouse_train.train(run="run", resume=True, sets=[f"{key}=3"])
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_the_data_are_opened_once_at_a_start(resume: bool, monkeypatch: pytest.MonkeyPatch):
+    if resume:
+        train("run", train_steps=1)
+    opened = []
+    for module in (start, loop):
+        real = module.open_corpus
+        monkeypatch.setattr(module, "open_corpus", lambda *a, real=real: opened.append(1) or real(*a))
+    if resume:
+        dormouse_train.train(run="run", resume=True)
+    else:
+        train("run", train_steps=1)
+    assert len(opened) == 1
+
+
+def test_a_run_that_has_lost_its_manifest_is_refused_and_not_given_another():
+    train("run", train_steps=1)
+    (Path("run") / "data.json").unlink()
+    Path("words.txt").write_bytes(b"other bytes than those it was trained on\n" * 99)
+    for again in (lambda: dormouse_train.train(run="run", resume=True), lambda: evaluate.command(Path("run"), [])):
+        with pytest.raises(UserError, match=r"run/data.json is missing since the run began; put it back"):
+            again()
+    assert not (Path("run") / "data.json").exists()
+
+
+@pytest.mark.parametrize("left", ["nothing", "other words", "a pipe"])
+def test_a_run_whose_packs_are_whole_needs_its_source_no_more(left: str):
+    train("whole", train_steps=4)
+    train("run", train_steps=4, checkpoint_every=2)
+    shutil.rmtree(Path("run") / "checkpoints" / "step-4")
+    source = Path("words.txt")
+    source.unlink()
+    if left == "other words":
+        source.write_bytes(b"other words" * 99)
+    elif left == "a pipe":
+        os.mkfifo(source)
+    dormouse_train.train(run="run", resume=True)
+    assert_equal(model("run", 4), model("whole", 4))

@@ -24,6 +24,8 @@ from dormouse_model.state import IterationState, KDAState, SDPAState, State
 from dormouse_model.swiglu_experts import SwiGLUExperts
 
 VOCABULARY = 256
+BYTES = (torch.uint8, torch.int16, torch.int32, torch.int64)
+"""Dtypes of ids: int8 and bool hold no byte above 127."""
 
 
 class Output(NamedTuple):
@@ -61,7 +63,8 @@ class Dormouse(nn.Module):
     def forward(self, ids: Tensor, state: State | None = None, *, return_state: bool = False) -> Output:
         """Logits of the byte after each of `ids` [B, T] uint8 or int64, continuing from `state` where one is given.
 
-        Errors: `ValueError` where `ids` is empty or not two-dimensional, or the state is of another batch.
+        Errors: `ValueError` where `ids` is empty, not two-dimensional or of a dtype that holds no bytes, or the state
+        is of another batch or model.
         """
         self._check(ids, state)
         x = self.embedding(ids.long())
@@ -118,7 +121,7 @@ class Dormouse(nn.Module):
         return experts.factors("block.experts.") + experts.shared.factors("block.experts.shared.")
 
     def _check(self, ids: Tensor, state: State | None) -> None:
-        if ids.dim() != 2 or ids.dtype.is_floating_point:
+        if ids.dim() != 2 or ids.dtype not in BYTES:
             raise ValueError(
                 f"Dormouse: ids must be integers of shape [B, T], got {ids.dtype} {tuple(ids.shape)}; "
                 "pass bytes with a batch dimension"
@@ -135,6 +138,17 @@ class Dormouse(nn.Module):
         if (state.last_bytes is None) == self.config.engram.enabled:
             one = "without" if self.config.engram.enabled else "with"
             raise ValueError(f"Dormouse: state is of a model {one} Engram; make one with init_state({ids.shape[0]})")
+        # how far softmax attention has seen is no property of the model
+        fixed = slice(2, None) if self.config.model.mixer == "sdpa" else slice(1, None)
+        held, wanted = (
+            [tuple(t.shape[fixed]) for iteration in each.iterations for t in iteration.tensors()]
+            for each in (state, self.init_state(ids.shape[0], "meta"))
+        )
+        if held != wanted:
+            raise ValueError(
+                f"Dormouse: state holds tensors of {held} a sequence, this model's of {wanted}; make one with "
+                f"init_state({ids.shape[0]})"
+            )
 
 
 _KINDS = {

@@ -29,6 +29,8 @@ from pydantic import BeforeValidator, Field
 
 CONFIGS = Path(__file__).parent / "configs"
 
+Rate = Annotated[float, Field(le=1e6, allow_inf_nan=False)]
+"""A rate or its factor: the product of two still is an fp32 number."""
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -56,14 +58,14 @@ class TrainSection(Section):
     seq: int = Field(default=256, gt=0)
     """Bytes of a row that are predicted; each row reads one more."""
     steps: int = Field(default=400, gt=0)
-    lr: Finite = Field(default=0.02, gt=0)
+    lr: Rate = Field(default=0.02, gt=0)
     """Peak learning rate; a group's own is this times its `optim.*_lr` factor."""
     accumulate: int = Field(default=1, gt=0)
     """Micro-batches of a step."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` is CUDA where there is a device; a run's folder holds what it became."""
-    threads: int = Field(default=0, ge=0)
+    threads: int = Field(default=0, ge=0, le=4096)
     """Threads of torch on a CPU; 0 leaves torch's own choice. Another number gives other rounding."""
     warmup: int = Field(default=20, ge=0)
     """Steps over which the rate rises from zero to its peak."""
@@ -85,9 +87,9 @@ class TrainSection(Section):
 class OptimSection(Section):
     """`[optim]`: Muon on expert factors and dense matrices, sparse Adam on tables, AdamW on the rest."""
 
-    muon_lr: Finite = Field(default=1.0, ge=0)
+    muon_lr: Rate = Field(default=1.0, ge=0)
     """Rate of Muon's groups as a factor of `train.lr`."""
-    adam_lr: Finite = Field(default=0.15, ge=0)
+    adam_lr: Rate = Field(default=0.15, ge=0)
     """Rate of AdamW's groups as a factor of `train.lr`."""
     table_lr: Finite = Field(default=5.0, ge=0)
     """Rate of Engram's tables as a factor of AdamW's."""
@@ -95,11 +97,12 @@ class OptimSection(Section):
     """Muon's momentum."""
     nesterov: bool = True
     newton_schulz_steps: Literal[3, 4, 5] = 4
-    weight_decay: Finite = Field(default=0.0, ge=0)
+    weight_decay: Rate = Field(default=0.0, ge=0)
     """Decoupled decay of dense matrices; orthonormal factors are not decayed."""
     betas: tuple[Share, Share] = (0.9, 0.95)
     """AdamW's two averages."""
-    eps: Finite = Field(default=1e-8, gt=0)
+    eps: Finite = Field(default=1e-8, ge=1e-20)
+    """AdamW's. What is nothing in fp32 would make a gradient of zero 0 / 0."""
     retract: Literal["step", "never"] = "step"
     """When factors are brought back to orthonormal."""
 
@@ -177,7 +180,7 @@ def load_config(
     A file may stand on a named configuration: its top-level `base = "nano"` is read first.
     Errors: `ConfigError` for an unknown name, key or value, naming the nearest valid one.
     """
-    return assemble(_tables(str(name_or_file or "nano")), sets, overrides)
+    return assemble(_tables("nano" if name_or_file is None else str(name_or_file)), sets, overrides)
 
 
 def read_resolved(path: Path) -> dict[str, Any]:
@@ -201,10 +204,12 @@ def assemble(tables: dict[str, Any], sets: Sequence[str] = (), overrides: Mappin
 def _check(config: Config) -> None:
     """What one section alone cannot know. Errors: `ConfigError`."""
     validate(ModelConfig, config.model_dump(include=set(ModelConfig.model_fields)))
-    try:
-        to_toml(config).encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"config: {error.object!r:.200} is not UTF-8, and config.toml has to be; rename it") from None
+    for key, value in flat(config).items():
+        text = "".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"config: '{key}', got {value!r}: it is not UTF-8 as config.toml is; rename it") from None
 
 
 def _tables(name_or_file: str) -> dict[str, Any]:

@@ -13,12 +13,14 @@ from time import perf_counter
 import torch
 from dormouse_kernels import Counters
 from dormouse_model import Dormouse, generate
+from dormouse_model.generation import NonFiniteLogits
 
 from dormouse_train.baselines import Baselines, measure
 from dormouse_train.checkpoint import Checkpoint, RandomState
 from dormouse_train.config import Config
 from dormouse_train.console import Console, Status
-from dormouse_train.data import Batches, open_corpus
+from dormouse_train.data import Batches, Corpus, open_corpus
+from dormouse_train.device import settled
 from dormouse_train.evaluate import Evaluation, evaluate, window
 from dormouse_train.metrics import Metrics, read
 from dormouse_train.optim.optimizer import Optimizer
@@ -45,11 +47,14 @@ class Result:
     baselines: Baselines | None = None
 
 
-def train(config: Config, run: Path, *, resume: bool = False, console: Console | None = None) -> Result:
+def train(
+    config: Config, run: Path, *, corpus: Corpus | None = None, resume: bool = False, console: Console | None = None
+) -> Result:
     """Train `config` in the folder `run` up to `train.steps`, from its newest checkpoint on where `resume` is true.
 
-    Writes metrics.jsonl, samples and checkpoints; shows itself on `console` (None: nowhere). SIGINT or SIGTERM finish
-    the step, save and return with exit code 130 or 143.
+    Writes metrics.jsonl, samples and checkpoints; shows itself on `console` (None: nowhere). `corpus` is the run's own
+    where it is open already: opening reads every byte. SIGINT or SIGTERM finish the step, save and return with exit
+    code 130 or 143.
     Errors: `UserError` for data that is too short, a checkpoint that does not fit, a full disk, or more than
     `train.max_skipped` non-finite steps in a row.
     """
@@ -61,7 +66,7 @@ def train(config: Config, run: Path, *, resume: bool = False, console: Console |
         _garbage_collected_between_steps(),
         _threads(config.train.threads),
     ):
-        loop = _Loop(config, run, console, signals, counters)
+        loop = _Loop(config, run, corpus or open_corpus(config.data, run), console, signals, counters)
         if resume:
             loop.resume()
         return loop.run()
@@ -70,11 +75,13 @@ def train(config: Config, run: Path, *, resume: bool = False, console: Console |
 class _Loop:
     """One run in one process."""
 
-    def __init__(self, config: Config, run: Path, console: Console, signals: Signals, counters: Counters) -> None:
+    def __init__(
+        self, config: Config, run: Path, corpus: Corpus, console: Console, signals: Signals, counters: Counters
+    ) -> None:
         keys = config.train
         self.config, self.folder, self.console, self.signals, self.counters = config, run, console, signals, counters
-        self.device = torch.device(_best_device() if keys.device == "auto" else keys.device)
-        self.corpus = open_corpus(config.data, run)
+        self.device = torch.device(settled(keys.device))
+        self.corpus = corpus
         self.batches = Batches(self.corpus.train, batch=keys.batch, seq=keys.seq, seed=keys.seed)
         self.model = Dormouse(config.architecture, seed=keys.seed, device=self.device)
         self.optimizer = Optimizer(self.model, config.optim, keys.lr)
@@ -107,13 +114,14 @@ class _Loop:
         gc.collect()
         gc.freeze()
         if self.saved_step is not None:
-            self._look(again=True)
+            self._look()
         while self.progress.step < keys.train.steps and not self.signals.requested:
             self._step()
             step = self.progress.step
-            self._look()
+            # Saved before it is looked at, so that an evaluation that is killed loses no step: a resume looks again.
             if step == keys.train.steps or _due(step, keys.checkpoint.every):
                 self._save()
+            self._look()
         if not self.signals.requested:
             self.console.end_live()
             with suppress(StopRequested):
@@ -177,33 +185,26 @@ class _Loop:
     def _counted(self) -> dict[str, int]:
         return {f"counters.{key}": value for key, value in self.counters.snapshot().items()}
 
-    def _look(self, *, again: bool = False) -> None:
-        """Evaluate and sample where that is due, or give it up for a stop; `again` does what a stop left undone."""
+    def _look(self) -> None:
+        """Evaluate and sample where that is due, or give it up for a stop.
+
+        A checkpoint holds the counters of before: a resume from it looks again, and counts it then.
+        """
         keys, step = self.config, self.progress.step
         if step >= keys.train.steps or not _due(step, keys.eval.every):
             return
-        with suppress(StopRequested):
-            if not (again and any(at == step for at, _ in self.scored)):
-                self._evaluate(keys.eval.window_bytes)
-            if not (again and self._sample_file().exists()):
-                self._sample()
-
-    @contextmanager
-    def _uncounted_if_stopped(self) -> Generator[None]:
-        """What is given up leaves no trace in the counters: a resume does it again and counts it then."""
         counted = self.counters.snapshot()
         try:
-            yield
+            self._evaluate(keys.eval.window_bytes)
+            self._sample()
         except StopRequested:
             self.counters.load(counted)
-            raise
 
     def _evaluate(self, wanted: int) -> Evaluation:
-        with self._uncounted_if_stopped():
-            scored = evaluate(self.model, self.corpus.heldout, wanted, check=self.signals.check)
+        scored = evaluate(self.model, self.corpus.heldout, wanted, check=self.signals.check)
         step, window_bytes = self.progress.step, scored.window_bytes
         self.console.evaluation(step, scored)
-        if (step, window_bytes) not in self.scored:  # a finished run that is resumed only reports again
+        if (step, window_bytes) not in self.scored:  # a resume looks, or reports, again
             self.metrics.write({"step": step, "heldout_bpb": scored.bpb, "window_bytes": window_bytes})
             self.scored.add((step, window_bytes))
         return scored
@@ -213,18 +214,18 @@ class _Loop:
         if not keys.sample_bytes:
             return
         prompt = keys.prompt.encode("utf-8", "surrogateescape")
-        with self._uncounted_if_stopped():
+        try:
             self.signals.check()
             for byte in generate(self.model, prompt, keys.sample_bytes, temperature=SAMPLE_TEMPERATURE):
                 written += byte
                 self.signals.check()
-        file = self._sample_file()
+        except NonFiniteLogits:  # the steps that follow are skipped, and `train.max_skipped` of them end the run
+            self.console.note(f"no sample at step {self.progress.step}: the model's logits are not finite")
+            return
+        file = self.folder / SAMPLES / f"step-{self.progress.step}.txt"
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(prompt + written)
         self.console.sample(prompt, written)
-
-    def _sample_file(self) -> Path:
-        return self.folder / SAMPLES / f"step-{self.progress.step}.txt"
 
     def _save(self) -> None:
         if self.saved_step != self.progress.step:
@@ -251,10 +252,6 @@ class _Loop:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _best_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _memory_bytes(device: torch.device) -> int:

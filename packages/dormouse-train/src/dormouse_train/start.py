@@ -8,9 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dormouse_model.layout import latest_step
+
 from dormouse_train import run_folder
 from dormouse_train.config import Config, assemble, load_config
-from dormouse_train.data import Batches, open_corpus
+from dormouse_train.data import Batches, Corpus, open_corpus
+from dormouse_train.data.sources import expanded
+from dormouse_train.device import settled
 from dormouse_train.errors import UserError, out_of_memory
 from dormouse_train.metrics import Metrics
 from dormouse_train.signals import before_leaving
@@ -57,9 +61,9 @@ def train(
         run_folder.clear_start(folder)
         with _undone_on_error(folder, made=made):
             on_cuda = partial(load_config, ON_CUDA, sets, overrides) if config is None else None
-            chosen = _prepare(chosen, folder, console, on_cuda=on_cuda)
+            chosen, corpus = _prepare(chosen, folder, console, on_cuda=on_cuda)
             run_folder.write_config(folder, chosen)
-        return _loop(chosen, folder, resume=False, console=console)
+        return _loop(chosen, folder, corpus, resume=False, console=console)
 
 
 def _configuration(
@@ -73,17 +77,17 @@ def _configuration(
 
 
 def _go_on(config: Config, folder: Path, console: Console | None) -> Result:
-    config = _prepare(config, folder, console)
+    config, corpus = _prepare(config, folder, console)
     run_folder.reopen(folder, config)
-    saved = run_folder.newest_step(folder) is not None
+    saved = latest_step(folder) is not None
     if not saved:
         Metrics(folder).cut_back(0)
-    return _loop(config, folder, resume=saved, console=console)
+    return _loop(config, folder, corpus, resume=saved, console=console)
 
 
 def _prepare(
     config: Config, folder: Path, console: Console | None, *, on_cuda: Callable[[], Config] | None = None
-) -> Config:
+) -> tuple[Config, Corpus]:
     """Open the data, which is quick, before torch is imported, which is not; then settle the device.
 
     `on_cuda` makes the configuration to take instead where that device is CUDA.
@@ -93,27 +97,16 @@ def _prepare(
     if console is not None:
         sizes = f"{len(corpus.train):,} bytes to train on, {len(corpus.heldout):,} held out"
         console.note(f"run {folder}: {corpus.name}, {sizes}")
-    device = _device(config.train.device)
+    device = settled(config.train.device)
     if device == "cuda" and on_cuda is not None:
         config = _pinned(on_cuda())
         _refuse_short(corpus, config)
-    return _with_device(config, device)
+    return _with_device(config, device), corpus
 
 
 def _refuse_short(corpus: Corpus, config: Config) -> None:
     """The error of data that holds no batch."""
     Batches(corpus.train, batch=config.train.batch, seq=config.train.seq, seed=config.train.seed)
-
-
-def _device(wanted: str) -> str:
-    if wanted == "cpu":
-        return wanted
-    import torch
-
-    available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
-        raise UserError(f"--device: torch {torch.__version__} finds no CUDA device here; use --device cpu")
-    return "cuda" if available else "cpu"
 
 
 def _with_device(config: Config, device: str) -> Config:
@@ -122,22 +115,25 @@ def _with_device(config: Config, device: str) -> Config:
 
 def _pinned(config: Config) -> Config:
     """Data paths as absolute ones: a run goes on from whatever folder the command is given in."""
-    paths = tuple(str(Path(path).expanduser().absolute()) for path in config.data.paths)
+    paths = tuple(str(Path(expanded(path)).absolute()) for path in config.data.paths)
     return config.model_copy(update={"data": config.data.model_copy(update={"paths": paths})})
 
 
-def _loop(config: Config, folder: Path, *, resume: bool, console: Console | None) -> Result:
+def _loop(config: Config, folder: Path, corpus: Corpus, *, resume: bool, console: Console | None) -> Result:
     from dormouse_train import loop
     from dormouse_train.checkpoint import seed_generators
 
     seed_generators(config.train.seed)
     try:
-        return loop.train(config, folder, resume=resume, console=console)
+        return loop.train(config, folder, corpus=corpus, resume=resume, console=console)
     except (RuntimeError, MemoryError) as error:
         if (memory := out_of_memory(error)) is None:
             raise
-        mend = "lower train.batch and raise train.accumulate by as much, or lower train.seq"
-        raise UserError(f"train: {memory}; {mend}") from None
+        # A resume refuses whatever would make the run smaller: it would be another one.
+        mend = "a lower train.batch (and train.accumulate higher by as much), train.seq or model"
+        raise UserError(
+            f"train: {memory}; free memory and go on with --resume, or start a new run with {mend}"
+        ) from None
 
 
 @contextmanager

@@ -38,8 +38,8 @@ def _rows(run: Path, config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _score(line: dict[str, Value], key: str) -> str:
-    window = f" over {line['window_bytes']:,} bytes" if "window_bytes" in line else ""
-    value = line[key]
+    value, nbytes = line[key], line.get("window_bytes")
+    window = f" over {nbytes:,} bytes" if isinstance(nbytes, int) else ""
     score = f"{value:.3f} BPB" if isinstance(value, int | float) else "not finite"
     return f"{score} at step {line['step']}{window}"
 
@@ -64,7 +64,8 @@ def _checkpoints(run: Path) -> Iterator[tuple[int, str]]:
     for step in checkpoint.steps(run):
         try:
             files = checkpoint.verify(checkpoint.checkpoint_folder(run, step))["files"]
-        except checkpoint.CheckpointError as error:
-            yield step, f"damaged ({error})"
+        except (checkpoint.CheckpointError, FileNotFoundError) as error:
+            if checkpoint.checkpoint_folder(run, step).exists():  # a run in progress drops its oldest
+                yield step, f"damaged ({error})"
         else:
             yield step, f"whole, {sum(file['bytes'] for file in files.values()):,} bytes"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from dormouse_train.data import manifest as manifests
 from dormouse_train.data.manifest import Entry, Manifest
 from dormouse_train.data.sources import find, standard_library
 from dormouse_train.errors import UserError
+from dormouse_train.run_folder import CONFIG, replacing
 
 FOLDER = "data"
 SIDES = ("train", "heldout")
@@ -81,13 +81,16 @@ class Corpus:
 def open_corpus(data: DataSection, run: Path) -> Corpus:
     """The corpus of `run`: found, split and described in `run/data.json` the first time, checked against it afterwards.
 
-    Small files and `.gz` are packed into `run/data/`, streamed; large raw files are mapped where they lie.
-    Errors: `UserError` naming a file that is missing, empty, damaged, or has changed since the run began.
+    Small files and `.gz` are packed into `run/data/`, streamed, and not needed again while that copy is whole; large
+    raw files are mapped where they lie.
+    Errors: `UserError` naming a file that is missing, empty, damaged, or has changed since the run began, and for a run
+    that has lost its `data.json`: other bytes in the place of those it is of would not be noticed.
     """
     if (run / manifests.NAME).exists():
         described = manifests.load(run)
-        manifests.check(described)
-        return Corpus(*_open(described, run / FOLDER), described)
+        return Corpus(*_open(described, run / FOLDER, begun=True), described)
+    if (run / CONFIG).exists():
+        raise UserError(f"data: {run / manifests.NAME} is missing since the run began; put it back, or start a new run")
     if data.paths:
         name, sources = ", ".join(data.paths), find(data.paths)
     else:
@@ -108,10 +111,14 @@ def open_paths(paths: Sequence[str], folder: Path) -> ByteView:
     return view
 
 
-def _open(described: Manifest, folder: Path) -> tuple[ByteView, ByteView]:
+def _open(described: Manifest, folder: Path, *, begun: bool = False) -> tuple[ByteView, ByteView]:
+    """Both sides; of a run that has `begun` every byte is compared with the manifest, in its packs where it can be."""
     packed = [entry for entry in described.files if _is_packed(entry)]
     files = [folder / f"{side}.bin" for side in SIDES]
-    if packed and not _is_whole(packed, files):
+    whole = bool(packed) and _is_whole(packed, files)
+    if begun:
+        manifests.check([entry for entry in described.files if not (whole and _is_packed(entry))])
+    if packed and not whole:
         _pack(packed, files)
     packs = [_map(path) for path in files]
     return _view(described, packs[0], 0), _view(described, packs[1], 1)
@@ -157,15 +164,9 @@ def _map(path: Path) -> np.ndarray:
 def _pack(entries: Sequence[Entry], files: Sequence[Path]) -> None:
     """Stream the content of `entries` into one file a side, checking it against the manifest on the way."""
     files[0].parent.mkdir(parents=True, exist_ok=True)
-    beside = [path.with_suffix(".tmp") for path in files]
-    with beside[0].open("wb") as train, beside[1].open("wb") as heldout:
+    with replacing(files[0]) as train, replacing(files[1]) as heldout:
         for entry in entries:
             _copy(entry, train, heldout)
-        for file in (train, heldout):
-            file.flush()
-            os.fsync(file.fileno())
-    for path, temporary in zip(files, beside, strict=True):
-        temporary.replace(path)
 
 
 def _copy(entry: Entry, train: Any, heldout: Any) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from typing import Any
 
 from dormouse_train.data.sources import Source
 from dormouse_train.errors import UserError
+from dormouse_train.run_folder import replacing
 
 NAME = "data.json"
 SCHEMA = 1
@@ -130,12 +130,8 @@ def _first_files(sizes: list[int], digests: list[str], target: float) -> set[int
 
 def save(manifest: Manifest, run: Path) -> None:
     """Write `run/data.json`, whole or not at all."""
-    beside = run / f"{NAME}.tmp"
-    with beside.open("w", encoding="utf-8") as file:
-        json.dump(manifest.as_dict(), file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(run / NAME)
+    with replacing(run / NAME) as file:
+        file.write(json.dumps(manifest.as_dict(), indent=1).encode())
 
 
 def load(run: Path) -> Manifest:
@@ -145,15 +141,20 @@ def load(run: Path) -> Manifest:
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["schema"] != SCHEMA:
             raise UserError(f"data: {path} has schema {stored['schema']}, this version reads {SCHEMA}; start a new run")
-        return Manifest(stored["name"], tuple(Entry(**entry) for entry in stored["files"]))
+        entries = tuple(Entry(**entry) for entry in stored["files"])
+        if not entries or not all(isinstance(e.path, str) and 0 <= e.train_bytes <= e.bytes for e in entries):
+            raise ValueError("it names no files, or not as it should")
+        return Manifest(stored["name"], entries)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"data: {path} is damaged ({error}); start a new run, or put the file back") from None
 
 
-def check(manifest: Manifest) -> None:
+def check(entries: Iterable[Entry]) -> None:
     """Every file still holds what the run began with; otherwise a `UserError` names the first one that does not."""
-    for entry in manifest.files:
-        if not Path(entry.path).exists():
-            raise UserError(f"data: {entry.path} is missing since the run began; put it back, or start a new run")
-        if measure(entry.source.chunks()) != (entry.bytes, entry.sha256):
-            raise UserError(f"data: {entry.path} has changed since the run began; put it back, or start a new run")
+    for entry in entries:
+        path = Path(entry.path)
+        if not path.exists():
+            raise UserError(f"data: {path} is missing since the run began; put it back, or start a new run")
+        # What is no file any more, such as a pipe, is not opened: that may wait for ever.
+        if not path.is_file() or measure(entry.source.chunks()) != (entry.bytes, entry.sha256):
+            raise UserError(f"data: {path} has changed since the run began; put it back, or start a new run")

@@ -69,8 +69,15 @@ def find(paths: Sequence[str]) -> list[Source]:
     return list(found.values())
 
 
+def expanded(text: str) -> str:
+    """`text` with `~` at its front replaced by the home folder, where there is one. Errors: `UserError` for no text."""
+    if not text:
+        raise UserError("data: a path is empty; give a file, a folder or a glob")
+    return os.path.expanduser(text)
+
+
 def _expand(text: str) -> list[Path]:
-    path = Path(text).expanduser()
+    path = Path(expanded(text))
     if path.is_dir():
         files = _nonempty(_walk(path))
         if not files:
