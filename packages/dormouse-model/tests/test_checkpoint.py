@@ -32,6 +32,11 @@ top_k = 2
 rank = 4
 shared_rank = 6
 d_ffn = 37
+[engram]
+enabled = true
+orders = [1, 2, 4]
+rows = 300
+dim = 8
 [train]
 steps = 400
 """
@@ -73,7 +78,7 @@ def test_the_newest_checkpoint_is_the_model_that_was_saved(run, tiny, bytes_of):
     loaded = load(run)
     assert all(torch.equal(loaded.state_dict()[n], t) for n, t in tiny.state_dict().items())
     assert torch.equal(loaded(bytes_of(2, 20)).logits, tiny(bytes_of(2, 20)).logits)
-    assert torch.equal(loaded.block.experts.down.weight[:, 37:], torch.zeros(24, 11))
+    assert torch.equal(loaded.get_parameter("block.experts.down.weight")[:, 37:], torch.zeros(24, 11))
 
 
 def test_a_step_can_be_asked_for(run):

@@ -67,6 +67,40 @@ def test_train_returns_the_score_that_the_run_wrote_and_prints_nothing(capsys: p
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize(
+    ("device", "asked", "experts"),
+    [("cpu", None, 16), ("cuda", None, 128), ("cuda", "nano", 16), ("cuda", "tiny.toml", 4)],
+)
+def test_without_a_name_it_is_nano_on_a_cpu_and_small_on_cuda(device, asked, experts, monkeypatch):
+    begun = []
+    monkeypatch.setattr(start, "settled", lambda wanted: device)
+    monkeypatch.setattr(start, "_loop", lambda config, *_, **__: begun.append(config))
+    keys = {"data.paths": ["words.txt"], "train.batch": 2, "train.seq": 64, "log.every": 7}
+    dormouse_train.train(asked, run="run", overrides=keys)
+    (config,) = begun
+    assert (config.experts.num_experts, config.train.device, config.log.every) == (experts, device, 7)
+    assert load_config("run/config.toml") == config
+
+
+def test_what_small_could_not_be_is_no_error_of_a_run_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(start, "settled", lambda wanted: "cpu")
+    monkeypatch.setattr(start, "_loop", lambda config, *_, **__: None)
+    keys = {"data.paths": ["words.txt"], "train.batch": 2, "train.seq": 64, "experts.d_ffn": 64}
+    dormouse_train.train(run="run", overrides=keys)
+    monkeypatch.setattr(start, "settled", lambda wanted: "cuda")
+    with pytest.raises(ConfigError, match="shared_rank is 96 but d_ffn 64"):
+        dormouse_train.train(run="other", overrides=keys)
+    assert not Path("other").exists()
+
+
+def test_data_too_short_for_the_configuration_that_the_device_chose_leaves_no_folder(monkeypatch):
+    monkeypatch.setattr(start, "settled", lambda wanted: "cuda")
+    Path("short.txt").write_bytes(b"x" * 400)
+    with pytest.raises(UserError, match=r"train\.seq"):
+        dormouse_train.train(run="run", overrides={"data.paths": ["short.txt"], "train.batch": 1})
+    assert not Path("run").exists()
+
+
 def test_a_configuration_object_trains_like_its_file():
     config = load_config("tiny.toml", [], {"data.paths": ["words.txt"], "train.steps": 2})
     dormouse_train.train(config, run="a")

@@ -34,9 +34,7 @@ def main() -> None:
 
 @app.command()
 def experts(
-    shape: Annotated[
-        str, typer.Option(help="A named configuration or b1; by default b1 on CUDA and nano elsewhere.")
-    ] = "",
+    shape: Annotated[str, typer.Option(help="A named configuration; by default b1 on CUDA and nano elsewhere.")] = "",
     device: DeviceOption = None,
     rounds: RoundsOption = 10,
     out: OutOption = None,
@@ -84,8 +82,9 @@ def moe(
 
     where = _device(device)
     try:
+        shapes = command.names(shape, where)
         options = command.Options(
-            device=where, shapes=command.names(shape, where), arms=[arm for arm in arms.split(",") if arm],
+            device=where, shapes=shapes, arms=command.only(arms, shapes, where),
             budget_ms=ms, origin=origin(where, commit), trained=trained, out=out, markdown=markdown, picture=picture,
         )  # fmt: skip
         wrong = command.run(options)

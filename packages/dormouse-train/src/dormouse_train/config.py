@@ -1,4 +1,4 @@
-"""A run's configuration: the model's three sections and the trainer's six, from TOML, `--set` and options.
+"""A run's configuration: the model's four sections and the trainer's six, from TOML, `--set` and options.
 
 Later sources win: section defaults, the configuration's file, `--set`, options. Importing this module imports no torch.
 """
@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from dormouse_model.config import (
     ConfigError,
+    EngramSection,
     ExpertsSection,
     KDASection,
     ModelConfig,
@@ -84,12 +85,14 @@ class TrainSection(Section):
 
 
 class OptimSection(Section):
-    """`[optim]`: Muon on expert factors and dense matrices, AdamW on the rest."""
+    """`[optim]`: Muon on expert factors and dense matrices, sparse Adam on tables, AdamW on the rest."""
 
     muon_lr: Rate = Field(default=1.0, ge=0)
     """Rate of Muon's groups as a factor of `train.lr`."""
     adam_lr: Rate = Field(default=0.15, ge=0)
     """Rate of AdamW's groups as a factor of `train.lr`."""
+    table_lr: Finite = Field(default=5.0, ge=0)
+    """Rate of Engram's tables as a factor of AdamW's."""
     momentum: Finite = Field(default=0.95, ge=0, lt=1)
     """Muon's momentum."""
     nesterov: bool = True
@@ -139,6 +142,7 @@ class Config(Section):
     model: ModelSection
     experts: ExpertsSection
     kda: KDASection = KDASection()
+    engram: EngramSection = EngramSection()
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
     optim: OptimSection = OptimSection()

@@ -45,12 +45,17 @@ def _score(line: dict[str, Value], key: str) -> str:
 
 
 def _model(config: Config) -> str:
-    from dormouse_model import Dormouse
+    from dormouse_model import ledger
+    from dormouse_model.parameter_ledger import dense_difference
 
-    numbers = sum(parameter.numel() for parameter in Dormouse(config.architecture, device="meta").parameters())
     model, experts = config.model, config.experts
-    shape = f"d {model.d_model}, {model.iterations} iterations, {experts.num_experts} experts of rank {experts.rank}"
-    return f"{numbers:,} parameters: {shape}, {experts.top_k} a byte"
+    if experts.kind == "dense":
+        more = dense_difference(config.architecture)
+        size = f"width {experts.swiglu_widths(model.d_model)[0]} ({more:+,} parameters beside two-latent experts)"
+    else:
+        size = f"rank {experts.rank}"
+    shape = f"d {model.d_model}, {model.iterations} iterations, {experts.num_experts} experts of {size}"
+    return f"{ledger(config.architecture)['total']:,} parameters: {shape}, {experts.top_k} a byte"
 
 
 def _checkpoints(run: Path) -> Iterator[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""Causal depthwise convolution.
+"""Causal depthwise convolution over a few bytes.
 
 Letters: `B` sequences, `T` bytes, `D` channels, `W` taps.
 """
@@ -7,7 +7,15 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+
+class Taps(nn.Module):
+    """The weight of a depthwise convolution, `[D, 1, W]`."""
+
+    def __init__(self, channels: int, taps: int, *, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, taps, device=device))
 
 
 def causal_conv(x: Tensor, weight: Tensor, tail: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,1 @@
+"""Other libraries' ways in; each module imports its library when its function is called, not before."""
