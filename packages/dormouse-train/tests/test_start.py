@@ -208,7 +208,7 @@ def test_a_folder_with_anything_of_the_users_is_not_a_killed_start(mine: str):
     file.parent.mkdir(parents=True)
     file.write_text("mine")
     (Path("run") / ".lock").touch()
-    with pytest.raises(UserError, match="exists; add --resume"):
+    with pytest.raises(UserError, match="is no run and holds other files"):
         train("run")
     assert file.read_text() == "mine"
 
@@ -264,7 +264,7 @@ def test_info_of_a_run_in_progress_leaves_out_the_checkpoint_that_has_just_gone(
 
 def test_info_of_what_is_no_run_says_so():
     for path, says in (("words.txt", "is no folder"), ("none", "does not exist")):
-        with pytest.raises(UserError, match=f"--run: {path} {says}"):
+        with pytest.raises(UserError, match=f"RUN: {path} {says}"):
             info.command(Path(path))
 
 

@@ -13,7 +13,7 @@ from dormouse_train.metrics import Value, read
 
 def command(run: Path) -> int:
     """Print a few lines; a damaged checkpoint is named and is no error, as showing it is what was asked for."""
-    config = assemble(run_folder.tables(run))
+    config = assemble(run_folder.tables(run, argument="RUN"))
     for name, text in _rows(run, config):
         print(f"{name:<12} {text}", flush=True)
     return 0
