@@ -79,7 +79,8 @@ def test_flash_linear_attention_is_whole_in_the_parity_group_alone():
 @each_package
 def test_every_range_has_a_floor_and_a_ceiling(package):
     groups = toml(FOLDERS[package])["dependency-groups"]
-    lines = requirements(package) + [Requirement(line) for group in groups.values() for line in group]
+    extras = toml(FOLDERS[package])["project"].get("optional-dependencies", {})
+    lines = requirements(package) + [Requirement(line) for group in (groups | extras).values() for line in group]
     for line in lines:
         operators = {spec.operator for spec in line.specifier}
         assert operators & {">=", "=="}, f"{package}: {line} has no floor"

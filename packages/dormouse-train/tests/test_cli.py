@@ -78,7 +78,10 @@ MISTAKES = {
     "resume of another folder": (["train", "--resume", "--run", "full"], "holds no config.toml"),
     "info of no run": (["dormouse", "info", "full"], "holds no config.toml"),
     "eval of no run": (["dormouse", "eval", "new"], "new does not exist"),
-    "eval of missing data": (["dormouse", "eval", "new", "--data", "nothing.txt"], "nothing.txt does not exist"),
+    "eval of test and data": (
+        ["dormouse", "eval", "new", "--test", "--data", "words.txt"],
+        "--test: --data gives",
+    ),
     "seed of 65 bits": (["dormouse", "generate", "full", "--seed", str(2**64)], "--seed"),
     "temperature below zero": (["dormouse", "generate", "full", "--temperature", "-1"], "--temperature"),
 }

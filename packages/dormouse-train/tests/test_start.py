@@ -139,7 +139,7 @@ def test_what_a_killed_start_left_is_cleared_and_never_trained_on():
     run = Path("run")
     (run / "data").mkdir(parents=True)
     (run / ".lock").touch()
-    (run / "data" / "train.tmp").write_bytes(b"half of it")
+    (run / "data" / "train.bin.tmp").write_bytes(b"half of it")
     (run / "data.json").write_text("of other bytes")
     train("run", train_steps=1)
     assert sorted(path.name for path in (run / "data").iterdir()) == ["heldout.bin", "train.bin"]
@@ -181,6 +181,23 @@ def test_other_bytes_are_scored_whole_and_a_seed_repeats_what_is_written(copied:
         generate.command(copied, b"the ", 40, temperature=1.5, seed=seed)
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_eval_of_bytes_that_are_not_there_names_them(copied: Path):
+    with pytest.raises(UserError, match=r"nothing.txt does not exist"):
+        evaluate.command(copied, ["nothing.txt"])
+    with pytest.raises(UserError, match="keeps no bytes for a test"):
+        evaluate.command(copied, [], test=True)
+
+
+def test_eval_reads_rows_by_the_field_of_the_run(copied: Path, capsys: pytest.CaptureFixture[str]):
+    Path("rows.jsonl").write_text('{"text": "of a row"}\n{"text": "another"}\n')
+    evaluate.command(copied, ["rows.jsonl"])
+    assert capsys.readouterr().out.endswith(" BPB over 15 bytes (rows.jsonl)\n")
+    config = copied / "config.toml"
+    config.write_text(config.read_text().replace('text_field = "text"', 'text_field = "body"'))
+    with pytest.raises(UserError, match="no field 'body'"):
+        evaluate.command(copied, ["rows.jsonl"])
 
 
 def test_eval_of_a_partial_checkpoint_names_it(copied: Path):

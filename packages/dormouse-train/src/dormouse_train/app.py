@@ -20,7 +20,11 @@ def train(
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option("--data", metavar="PATH", help="A file, folder or glob of raw bytes or .gz; may be repeated."),
+        typer.Option("--data", metavar="PATH", help="A file, folder or glob, or markov:ORDER:SEED; may be repeated."),
+    ] = None,
+    val: Annotated[
+        list[str] | None,
+        typer.Option("--val", metavar="PATH", help="Bytes to hold out, not a share of --data; may be repeated."),
     ] = None,
     steps: Annotated[int | None, typer.Option("--steps", metavar="N", help="Steps to train for.")] = None,
     run: Annotated[
@@ -41,7 +45,8 @@ def train(
     """Train a byte-level language model: on Python's own standard library, or on the bytes of --data."""
     from dormouse_train.commands.train import command
 
-    options = {"train.steps": steps, "train.seed": seed, "train.device": device, "data.paths": data or None}
+    options: dict[str, object] = {"train.steps": steps, "train.seed": seed, "train.device": device}
+    options |= {"data.paths": data or None, "data.val": val or None}
     overrides = {key: value for key, value in options.items() if value is not None}
     return command(config, run, resume=resume, sets=sets or [], overrides=overrides)
 
@@ -71,11 +76,14 @@ def evaluate(
         int | None,
         typer.Option("--window", metavar="BYTES", min=0, help="Most bytes to score, 1048576 by default; 0 is all."),
     ] = None,
+    test: Annotated[
+        bool, typer.Option("--test", help="Score the bytes kept for a test, where the data has such, as enwik8 does.")
+    ] = False,
 ) -> int:
     """Score the newest checkpoint of a run in bits per byte."""
     from dormouse_train.commands.evaluate import command
 
-    return command(run, data or [], window)
+    return command(run, data or [], window, test=test)
 
 
 def info(run: Run) -> int:

@@ -40,11 +40,18 @@ class DataSection(Section):
     """`[data]`: which bytes are trained on."""
 
     paths: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
-    """Files, folders and globs of raw bytes or `.gz`; empty means the interpreter's own standard library."""
+    """Files, folders and globs, or `markov:ORDER:SEED`; empty means the interpreter's own standard library.
+
+    Bytes are taken as they are; `.gz` and `.zst` are unpacked, of `.jsonl` and `.parquet` the texts are read.
+    """
+    val: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
+    """The same for held-out bytes; empty means a share of `paths`."""
+    text_field: str = Field(default="text", min_length=1)
+    """The field of a `.jsonl` row, or the column of a `.parquet` file, that holds a document."""
     order: Literal["random"] = "random"
     """How windows follow each other: `random` is a pseudo-random permutation of them, a new one each epoch."""
     heldout_fraction: Finite = Field(default=0.05, gt=0, lt=1)
-    """Share of the bytes that is never trained on."""
+    """Share of the bytes that is never trained on, where `val` is empty."""
 
 
 class TrainSection(Section):

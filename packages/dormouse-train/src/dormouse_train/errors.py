@@ -9,6 +9,11 @@ class UserError(Exception):
     exit_code = 2
 
 
+def missing_extra(what: str, module: str, extra: str) -> UserError:
+    """The error for `what`, which needs a `module` that an optional extra of this package installs."""
+    return UserError(f"{what} and {module} is not installed; add it with: uv add 'dormouse-train[{extra}]'")
+
+
 def out_of_memory(error: BaseException) -> str | None:
     """The first line of `error` where it says that memory, of a device or of the machine, did not suffice.
 

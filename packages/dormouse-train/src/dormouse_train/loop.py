@@ -244,7 +244,7 @@ class _Loop:
         self.signals.check()
         chosen = window(len(self.corpus.heldout), keys.final_window_bytes)
         others = measure(self.corpus.train, chosen.over(self.corpus.heldout), check=self.signals.check)
-        self.console.report(scored, others)
+        self.console.report(scored, others, self.corpus.entropy)
         self._sample()
         return Result(self.signals.exit_code, step, scored.bpb, scored.window_bytes, others)
 

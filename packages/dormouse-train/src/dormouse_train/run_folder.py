@@ -28,7 +28,9 @@ CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
 START = frozenset({LOCK, "data", "data.json", "data.json.tmp", f"{CONFIG}.tmp"})
 """What a run holds before its `config.toml` is written."""
-PACKS = frozenset({"train.bin", "train.tmp", "heldout.bin", "heldout.tmp"})
+PACKS = frozenset(
+    f"{side}.{kind}{state}" for side in ("train", "heldout") for kind in ("bin", "documents") for state in ("", ".tmp")
+)
 """What `data/` of a run may hold."""
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from dormouse_train import run_folder
 from dormouse_train.config import Config, assemble, load_config
 from dormouse_train.data import Batches, open_corpus
+from dormouse_train.data.sources import pinned
 from dormouse_train.errors import UserError, out_of_memory
 from dormouse_train.metrics import Metrics
 from dormouse_train.signals import before_leaving
@@ -101,8 +102,9 @@ def _with_device(config: Config, device: str) -> Config:
 
 def _pinned(config: Config) -> Config:
     """Data paths as absolute ones: a run goes on from whatever folder the command is given in."""
-    paths = tuple(str(Path(path).expanduser().absolute()) for path in config.data.paths)
-    return config.model_copy(update={"data": config.data.model_copy(update={"paths": paths})})
+    data = config.data
+    paths = {"paths": tuple(map(pinned, data.paths)), "val": tuple(map(pinned, data.val))}
+    return config.model_copy(update={"data": data.model_copy(update=paths)})
 
 
 def _loop(config: Config, folder: Path, *, resume: bool, console: Console | None) -> Result:
