@@ -10,7 +10,7 @@ import pytest
 from dormouse_model.kda.selection import FallbackRefused
 from dormouse_train.cli import _sentence
 
-HELP = [["train"], ["dormouse"], *(["dormouse", name] for name in ("train", "generate", "eval", "info"))]
+HELP = [["train"], ["dormouse"], *(["dormouse", name] for name in ("train", "generate", "eval", "export", "info"))]
 
 WITHOUT_HEAVY_IMPORTS = """
 import sys

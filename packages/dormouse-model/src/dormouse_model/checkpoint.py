@@ -110,11 +110,7 @@ def load(run: str | Path, *, step: int | None = None, device: torch.device | str
     """
     run = Path(run)
     config = run_config(run)
-    chosen = latest_step(run) if step is None else step
-    if chosen is None:
-        raise CheckpointError(f"checkpoint: {run} has no checkpoint yet; train it past its first checkpoint.every")
-    folder = checkpoint_folder(run, chosen)
-    verify(folder)
+    folder = whole_folder(run, step)
     model = Dormouse(config, device="meta").to_empty(device=device)
     try:
         model.load_state_dict(read_part(folder, "model"))
@@ -124,6 +120,16 @@ def load(run: str | Path, *, step: int | None = None, device: torch.device | str
             f"checkpoint: {folder / 'model.safetensors'} is not of {run / 'config.toml'} ({first}); restore that file"
         ) from None
     return model
+
+
+def whole_folder(run: str | Path, step: int | None = None) -> Path:
+    """The folder of a run's newest checkpoint, or of `step`, verified. Errors: `CheckpointError` as of `verify`."""
+    chosen = latest_step(run) if step is None else step
+    if chosen is None:
+        raise CheckpointError(f"checkpoint: {run} has no checkpoint yet; train it past its first checkpoint.every")
+    folder = checkpoint_folder(run, chosen)
+    verify(folder)
+    return folder
 
 
 def run_config(run: str | Path) -> ModelConfig:
@@ -173,4 +179,5 @@ __all__ = [
     "run_config",
     "steps",
     "verify",
+    "whole_folder",
 ]

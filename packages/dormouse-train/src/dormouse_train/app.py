@@ -33,6 +33,9 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in --run, or with the newest under runs/.")
     ] = False,
+    init: Annotated[
+        str | None, typer.Option("--init", metavar="RUN|FILE", help="Begin with the weights of a run or an export.")
+    ] = None,
     seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of weights and of data order.")] = None,
     device: Annotated[
         str | None, typer.Option("--device", metavar="cpu|cuda", help="CUDA where there is a device by default.")
@@ -45,8 +48,8 @@ def train(
     """Train a byte-level language model: on Python's own standard library, or on the bytes of --data."""
     from dormouse_train.commands.train import command
 
-    options: dict[str, object] = {"train.steps": steps, "train.seed": seed, "train.device": device}
-    options |= {"data.paths": data or None, "data.val": val or None}
+    options: dict[str, object] = {"train.steps": steps, "train.init": init, "train.seed": seed}
+    options |= {"train.device": device, "data.paths": data or None, "data.val": val or None}
     overrides = {key: value for key, value in options.items() if value is not None}
     return command(config, run, resume=resume, sets=sets or [], overrides=overrides)
 
@@ -86,6 +89,19 @@ def evaluate(
     return command(run, data or [], window, test=test)
 
 
+def export(
+    run: Run,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The file to write, such as model.safetensors.")],
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="N", help="Of this checkpoint; the newest by default.")
+    ] = None,
+) -> int:
+    """Write the weights of a run to one file: bf16, safetensors, with the configuration in it."""
+    from dormouse_train.commands.export import command
+
+    return command(run, out, step)
+
+
 def info(run: Run) -> int:
     """Show what a run is, how far it came, and whether its checkpoints are whole."""
     from dormouse_train.commands.info import command
@@ -99,6 +115,7 @@ def dormouse() -> typer.Typer:
     app.command("train")(train)
     app.command("generate")(generate)
     app.command("eval")(evaluate)
+    app.command("export")(export)
     app.command("info")(info)
 
     @app.callback()

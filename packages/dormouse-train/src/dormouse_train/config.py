@@ -67,6 +67,8 @@ class TrainSection(Section):
     accumulate: int = Field(default=1, gt=0)
     """Micro-batches of a step."""
     seed: int = Field(default=0, ge=0, lt=2**63)
+    init: str = ""
+    """A run, or a file that `dormouse export` wrote, whose weights the run begins with; empty means new ones."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` is CUDA where there is a device; a run's folder holds what it became."""
     threads: int = Field(default=0, ge=0)
@@ -173,14 +175,17 @@ PROGRESS_KEYS = frozenset(
 
 
 def load_config(
-    name_or_file: str | Path | None, sets: Sequence[str] = (), overrides: Mapping[str, object] | None = None
+    source: str | Path | Mapping[str, Any] | None,
+    sets: Sequence[str] = (),
+    overrides: Mapping[str, object] | None = None,
 ) -> Config:
-    """The configuration of a name or TOML file (None: `nano`), changed by each `key=value` and by dotted `overrides`.
+    """The configuration of a name, TOML file or its tables (None: `nano`), changed by `sets` and dotted `overrides`.
 
-    A file may stand on a named configuration: its top-level `base = "nano"` is read first.
+    A file or tables may stand on a named configuration: their top-level `base = "nano"` is read first.
     Errors: `ConfigError` for an unknown name, key or value, naming the nearest valid one.
     """
-    return assemble(_tables(str(name_or_file or "nano")), sets, overrides)
+    tables = _on_base(source, "the tables") if isinstance(source, Mapping) else _tables(str(source or "nano"))
+    return assemble(tables, sets, overrides)
 
 
 def read_resolved(path: Path) -> dict[str, Any]:
@@ -214,14 +219,20 @@ def _tables(name_or_file: str) -> dict[str, Any]:
     tables = read_config(name_or_file)
     if name_or_file in named_configs():
         return merge(tables, _train_tables(name_or_file))
-    base = tables.pop("base", None)
+    return _on_base(tables, name_or_file)
+
+
+def _on_base(tables: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`tables` over those of the named configuration that they stand on, if they do."""
+    own = {key: value for key, value in tables.items() if key != "base"}
+    base = tables.get("base")
     if base is None:
-        return tables
+        return own
     if base not in named_configs():
         near = difflib.get_close_matches(str(base), named_configs(), n=1, cutoff=0.3)
         mend = f"did you mean '{near[0]}'?" if near else f"the names are {', '.join(named_configs())}"
-        raise ConfigError(f"config: base = {base!r} of {name_or_file} is not a named configuration; {mend}")
-    return merge(_tables(base), tables)
+        raise ConfigError(f"config: base = {base!r} of {where} is not a named configuration; {mend}")
+    return merge(_tables(base), own)
 
 
 def _train_tables(name: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from time import perf_counter
 import torch
 from dormouse_kernels import Counters
 from dormouse_model import Dormouse, generate
+from dormouse_model.weights import install, weights_file
 
 from dormouse_train.baselines import Baselines, measure
 from dormouse_train.checkpoint import Checkpoint, RandomState
@@ -40,6 +41,8 @@ class Result:
     exit_code: int
     """0 at the end, 128 + the signal that asked it to stop (130, 143)."""
     step: int
+    run: Path
+    """The folder of the run."""
     heldout_bpb: float | None = None
     window_bytes: int | None = None
     baselines: Baselines | None = None
@@ -61,7 +64,7 @@ def train(config: Config, run: Path, *, resume: bool = False, console: Console |
         _garbage_collected_between_steps(),
         _threads(config.train.threads),
     ):
-        loop = _Loop(config, run, console, signals, counters)
+        loop = _Loop(config, run, console, signals, counters, resume=resume)
         if resume:
             loop.resume()
         return loop.run()
@@ -70,13 +73,17 @@ def train(config: Config, run: Path, *, resume: bool = False, console: Console |
 class _Loop:
     """One run in one process."""
 
-    def __init__(self, config: Config, run: Path, console: Console, signals: Signals, counters: Counters) -> None:
+    def __init__(
+        self, config: Config, run: Path, console: Console, signals: Signals, counters: Counters, *, resume: bool
+    ) -> None:
         keys = config.train
         self.config, self.folder, self.console, self.signals, self.counters = config, run, console, signals, counters
         self.device = torch.device(_best_device() if keys.device == "auto" else keys.device)
         self.corpus = open_corpus(config.data, run)
         self.batches = Batches(self.corpus.train, batch=keys.batch, seq=keys.seq, seed=keys.seed)
         self.model = Dormouse(config.architecture, seed=keys.seed, device=self.device)
+        if keys.init and not resume:
+            install(self.model, weights_file(keys.init))
         self.optimizer = Optimizer(self.model, config.optim, keys.lr)
         self.progress = Progress(counters)
         self.metrics = Metrics(run)
@@ -126,6 +133,8 @@ class _Loop:
         on_cpu = f"{threads} thread{'s' if threads > 1 else ''}"
         where = on_cpu if self.device.type == "cpu" else torch.cuda.get_device_name()
         self.console.note(f"{numbers:,} parameters on {self.device.type} ({where})")
+        if self.config.train.init:
+            self.console.note(f"begun with the weights of {self.config.train.init}")
         self.console.groups(self.optimizer.table())
         if self.progress.step:
             self.console.note(f"going on after step {self.progress.step}")
@@ -235,7 +244,7 @@ class _Loop:
         self._save()
         self.console.end_live()
         self.console.note(f"stopped and saved at step {self.progress.step}; --resume --run {self.folder} goes on")
-        return Result(self.signals.exit_code, self.progress.step)
+        return Result(self.signals.exit_code, self.progress.step, self.folder)
 
     def _report(self) -> Result:
         """Score the model and the baselines on the same held-out bytes, and sample; all is saved by now."""
@@ -246,7 +255,7 @@ class _Loop:
         others = measure(self.corpus.train, chosen.over(self.corpus.heldout), check=self.signals.check)
         self.console.report(scored, others, self.corpus.entropy)
         self._sample()
-        return Result(self.signals.exit_code, step, scored.bpb, scored.window_bytes, others)
+        return Result(self.signals.exit_code, step, self.folder, scored.bpb, scored.window_bytes, others)
 
 
 def _due(step: int, every: int) -> bool:

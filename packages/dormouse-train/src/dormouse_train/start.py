@@ -6,7 +6,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dormouse_train import run_folder
 from dormouse_train.config import Config, assemble, load_config
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def train(
-    config: Config | str | Path | None = None,
+    config: Config | Mapping[str, Any] | str | Path | None = None,
     *,
     run: Path | str | None = None,
     resume: bool = False,
@@ -30,8 +30,9 @@ def train(
     overrides: Mapping[str, object] | None = None,
     console: Console | None = None,
 ) -> Result:
-    """Train `config` in the folder `run`; a configuration, a name or a TOML file (None: `nano`; on resume the run's).
+    """Train `config` in the folder `run`, and return how it ended: the folder, the step and the held-out BPB.
 
+    `config` is a name, a TOML file, its tables as a dict, or a `Config`; None means `nano`, on resume the run's own.
     `sets` are `key=value` as on the command line, `overrides` dotted keys with values; neither goes with a `Config`.
     Without `run` a new folder is made under `runs/`, and a `resume` means the newest there. A resume goes on from the
     newest checkpoint, or from step 0 where none was written, bit for bit as if the run had not been interrupted.
@@ -52,12 +53,13 @@ def train(
         run_folder.clear_start(folder)
         with _undone_on_error(folder, made=made):
             chosen = _prepare(chosen, folder, console)
+            _check_init(chosen)
             run_folder.write_config(folder, chosen)
         return _loop(chosen, folder, resume=False, console=console)
 
 
 def _configuration(
-    config: Config | str | Path | None, sets: Sequence[str], overrides: Mapping[str, object] | None
+    config: Config | Mapping[str, Any] | str | Path | None, sets: Sequence[str], overrides: Mapping[str, object] | None
 ) -> Config:
     if not isinstance(config, Config):
         return load_config(config, sets, overrides)
@@ -71,6 +73,7 @@ def _go_on(config: Config, folder: Path, console: Console | None) -> Result:
     run_folder.reopen(folder, config)
     saved = run_folder.newest_step(folder) is not None
     if not saved:
+        _check_init(config)
         Metrics(folder).cut_back(0)
     return _loop(config, folder, resume=saved, console=console)
 
@@ -83,6 +86,22 @@ def _prepare(config: Config, folder: Path, console: Console | None) -> Config:
         sizes = f"{len(corpus.train):,} bytes to train on, {len(corpus.heldout):,} held out"
         console.note(f"run {folder}: {corpus.name}, {sizes}")
     return _with_device(config, _device(config.train.device))
+
+
+def _check_init(config: Config) -> None:
+    """Errors: `UserError` naming the first of the weights of `train.init` that is not of this model."""
+    if not config.train.init:
+        return
+    from dormouse_model import Dormouse
+    from dormouse_model.checkpoint import CheckpointError
+    from dormouse_model.weights import mismatch, weights_file
+
+    try:
+        wrong = mismatch(Dormouse(config.architecture, device="meta"), weights_file(config.train.init))
+    except CheckpointError as error:
+        raise UserError(f"--init: {str(error).partition(': ')[2]}") from None
+    if wrong is not None:
+        raise UserError(f"--init: {wrong}; give weights of one configuration with --config")
 
 
 def _device(wanted: str) -> str:
@@ -104,7 +123,8 @@ def _pinned(config: Config) -> Config:
     """Data paths as absolute ones: a run goes on from whatever folder the command is given in."""
     data = config.data
     paths = {"paths": tuple(map(pinned, data.paths)), "val": tuple(map(pinned, data.val))}
-    return config.model_copy(update={"data": data.model_copy(update=paths)})
+    train = config.train.model_copy(update={"init": pinned(config.train.init) if config.train.init else ""})
+    return config.model_copy(update={"data": data.model_copy(update=paths), "train": train})
 
 
 def _loop(config: Config, folder: Path, *, resume: bool, console: Console | None) -> Result:
