@@ -102,11 +102,16 @@ def export(
     return command(run, out, step)
 
 
-def info(run: Run) -> int:
+def info(
+    run: Run,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw its curves to a picture as well.")
+    ] = None,
+) -> int:
     """Show what a run is, how far it came, and whether its checkpoints are whole."""
     from dormouse_train.commands.info import command
 
-    return command(run)
+    return command(run, plot)
 
 
 def dormouse() -> typer.Typer:

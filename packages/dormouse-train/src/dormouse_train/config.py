@@ -134,9 +134,11 @@ class CheckpointSection(Section):
 
 
 class LogSection(Section):
-    """`[log]`: how often a line is shown and written to metrics.jsonl."""
+    """`[log]`: how often a line is shown and written to metrics.jsonl, and whether to TensorBoard too."""
 
     every: int = Field(default=10, gt=0)
+    tensorboard: bool = False
+    """Whether the run holds the same numbers as TensorBoard's events."""
 
 
 class Config(Section):
@@ -161,6 +163,7 @@ class Config(Section):
 PROGRESS_KEYS = frozenset(
     {
         "log.every",
+        "log.tensorboard",
         "eval.every",
         "eval.sample_bytes",
         "eval.prompt",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import resource
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -15,6 +15,7 @@ from dormouse_kernels import Counters
 from dormouse_model import Dormouse, generate
 from dormouse_model.weights import install, weights_file
 
+from dormouse_train import events
 from dormouse_train.baselines import Baselines, measure
 from dormouse_train.checkpoint import Checkpoint, RandomState
 from dormouse_train.config import Config
@@ -67,7 +68,10 @@ def train(config: Config, run: Path, *, resume: bool = False, console: Console |
         loop = _Loop(config, run, console, signals, counters, resume=resume)
         if resume:
             loop.resume()
-        return loop.run()
+        with events.opened(run) if config.log.tensorboard else nullcontext() as mirror:
+            if mirror is not None:
+                loop.metrics.also.append(mirror.write)
+            return loop.run()
 
 
 class _Loop:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dormouse_train import run_folder
+from dormouse_train import events, run_folder
 from dormouse_train.config import Config, assemble, load_config
 from dormouse_train.data import Batches, open_corpus
 from dormouse_train.data.sources import pinned
@@ -80,6 +80,8 @@ def _go_on(config: Config, folder: Path, console: Console | None) -> Result:
 
 def _prepare(config: Config, folder: Path, console: Console | None) -> Config:
     """Open the data, which is quick, before torch is imported, which is not; then settle the device."""
+    if config.log.tensorboard:
+        events.require()
     corpus = open_corpus(config.data, folder)
     Batches(corpus.train, batch=config.train.batch, seq=config.train.seq, seed=config.train.seed)
     if console is not None:
