@@ -60,13 +60,13 @@ def in_workspace(session: nox.Session, *command: str) -> None:
     session.run("uv", "run", *everything, *command, env=variables, external=True)
 
 
-def prove(session: nox.Session, table: str) -> None:
+def prove(session: nox.Session, table: str, *options: str) -> None:
     """Runs every `tests/<table>` folder, prints the rows as one table, and fails for a kernel that has no row in it."""
     folders = [folder(package) / "tests" / table for package in PACKAGES]
     present = [str(path) for path in folders if (ROOT / path).is_dir()]
     sources = [f"--proof-src={folder(package) / 'src'}" for package in PACKAGES]
     plugin = ("-rfE", "-p", "dormouse_kernels.proof", f"--proof-table={table}")
-    in_workspace(session, "python", "-m", "pytest", *plugin, *sources, *present, *session.posargs)
+    in_workspace(session, "python", "-m", "pytest", *plugin, *sources, *present, *options)
 
 
 @nox.session
@@ -83,13 +83,14 @@ def tests(session: nox.Session, package: str) -> None:
 @nox.session(venv_backend="none")
 def parity(session: nox.Session) -> None:
     """Kernels and layers against their definitions and peers, one table; GPU rows read `not run` without one."""
-    prove(session, "parity")
+    prove(session, "parity", *session.posargs)
 
 
 @nox.session(venv_backend="none")
 def sm120(session: nox.Session) -> None:
-    """Every shipped kernel compiled for sm_120 and sm_90 with no GPU, one table."""
-    prove(session, "sm120")
+    """Every shipped kernel compiled for sm_120 and sm_90 with no GPU, one table; `-- all` for the other four cards."""
+    others = ["--proof-archs=80,86,89,100"] if "all" in session.posargs else []
+    prove(session, "sm120", *others, *(argument for argument in session.posargs if argument != "all"))
 
 
 @nox.session(reuse_venv=False)

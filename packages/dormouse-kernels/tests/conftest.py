@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from dormouse_kernels.proof import proof
+from dormouse_kernels.proof import archs, proof
 
 __all__ = ["proof"]
 
@@ -18,6 +18,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # cuBLAS refuses deterministic mode without it
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test with an `arch` runs for every card that is compiled for."""
+    if "arch" in metafunc.fixturenames:
+        metafunc.parametrize("arch", archs(metafunc.config))
 
 
 @pytest.fixture(autouse=True)

@@ -40,6 +40,16 @@ def gemm(size: int, dtype: torch.dtype, device: str, rounds: int, origin: Origin
     return Ceiling(row, 2 * size**3 / ms / 1e9, "TFLOP/s")
 
 
+def rate(row: Row) -> float:
+    """Bytes or operations a second that a kept row of `copy` or `gemm` says. Errors: `ValueError` for another row."""
+    size, _, unit = row.shape.partition("-")
+    if row.phase == "gemm" and unit:
+        return 2 * int(size) ** 3 / row.ms * 1e3
+    if row.phase == "copy" and row.shape.endswith("mib"):
+        return 2 * int(row.shape.removesuffix("mib")) * MEBIBYTE / row.ms * 1e3
+    raise ValueError(f"rate: the row is of {row.phase} {row.shape}; pass one of copy or gemm")
+
+
 def ceilings(device: str, rounds: int, origin: Origin) -> list[Ceiling]:
     """The copy rate and the GEMM rate, at sizes that leave every cache behind and take seconds at most."""
     if device == "cuda":

@@ -67,6 +67,55 @@ def experts(
 
 
 @app.command()
+def moe(
+    shape: Annotated[str, typer.Option(help="Shapes, by commas; by default the device's own list.")] = "",
+    arms: Annotated[str, typer.Option(help="Only these implementations, by commas.")] = "",
+    device: DeviceOption = None,
+    ms: Annotated[int, typer.Option(min=1, help="Milliseconds spent on each median.")] = 100,
+    trained: Annotated[Path | None, typer.Option(help="Saved tensor [T, k] of a trained router's choices.")] = None,
+    out: OutOption = None,
+    markdown: Annotated[Path | None, typer.Option(help="File for the whole table and its notes.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="PNG to draw; needs the group `picture`.")] = None,
+    commit: Annotated[str, typer.Option(help="This tree's commit, 12 digits, where there is no git.")] = "",
+) -> None:
+    """Measure the expert pass beside its peers and the machine's ceilings, in one process."""
+    from dormouse_bench.moe import command
+    from dormouse_bench.rows import origin
+
+    where = _device(device)
+    try:
+        options = command.Options(
+            device=where, shapes=command.names(shape, where), arms=[arm for arm in arms.split(",") if arm],
+            budget_ms=ms, origin=origin(where, commit), trained=trained, out=out, markdown=markdown, picture=picture,
+        )  # fmt: skip
+        wrong = command.run(options)
+    except ValueError as error:
+        _refuse(str(error))
+    if wrong:
+        _refuse("\n".join(wrong), code=1)
+
+
+@app.command()
+def predict(
+    results: Annotated[Path | None, typer.Argument(help="Results of `bench moe` to be held against.")] = None,
+    launches: Annotated[bool, typer.Option("--launches", help="Print what each launch moves and holds.")] = False,
+) -> None:
+    """Predict the latent expert pass on an RTX 5060 Ti from bytes and compiled kernels; needs no GPU."""
+    from dormouse_bench.moe import forecast
+    from dormouse_bench.rows import RowsError, read
+
+    try:
+        held = [] if results is None else forecast.against(read(results))
+        made = held + forecast.of_the_card([each.shape for each in held] or ["b1", "b1-zipf"])
+    except (RowsError, ValueError) as error:
+        _refuse(str(error))
+    for each in made:
+        if launches:
+            print(each.table() + "\n")
+        print("\n".join(each.lines()))
+
+
+@app.command()
 def ceilings(device: DeviceOption = None, rounds: RoundsOption = 10, out: OutOption = None) -> None:
     """Measure the machine's own limits: bytes copied a second and the rate of a matrix product."""
     from dormouse_bench import tables

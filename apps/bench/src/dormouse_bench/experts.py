@@ -15,17 +15,12 @@ from dormouse_kernels import latent_glu_experts, route
 from dormouse_model.config import named_configs
 from dormouse_train.config import Config, load_config
 
+from dormouse_bench.agreement import ROUNDING, DisagreementError, distance
 from dormouse_bench.rows import Origin, Row
 from dormouse_bench.timing import Race, peak_extra_bytes, race
 
 IMPLEMENTATIONS = ("reference", "padded")
 Work = Callable[[], dict[str, torch.Tensor]]
-# Relative distance, ||a - b|| / ||b||, that another order of the same sums may make.
-ROUNDING = {torch.float32: 5e-6, torch.bfloat16: 2e-2}
-
-
-class DisagreementError(RuntimeError):
-    """Two arms computed different things: a ratio of their times would compare nothing."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +129,11 @@ def refuse_disagreement(
     A tensor is rounded as its own dtype and as the dtype that it was computed in.
     """
     for name, want in expected.items():
-        distance = ((got[name].double() - want.double()).norm() / want.double().norm()).item()
+        far = distance(got[name], want)
         allowed = max(ROUNDING[want.dtype], ROUNDING[computed])
-        if not distance <= allowed:  # a NaN is a disagreement
+        if not far <= allowed:  # a NaN is a disagreement
             raise DisagreementError(
-                f"experts: {arm} is {distance:.1e} away from {IMPLEMENTATIONS[0]} in {name}, rounding allows "
+                f"experts: {arm} is {far:.1e} away from {IMPLEMENTATIONS[0]} in {name}, rounding allows "
                 f"{allowed:.0e}; times of arms that compute different things are not compared"
             )
 

@@ -42,11 +42,11 @@ class Row(Origin):
     """One measurement."""
 
     bench: Word
-    """Which benchmark: `experts`, `ceilings`."""
+    """Which benchmark: `experts`, `moe`, `ceilings`."""
     shape: Word
     """`nano`, `b1`, ..., with variants after a hyphen (`b1-zipf`); for a ceiling the size that was measured."""
     phase: Word
-    """`fwd`, `bwd` or `fwd+bwd` of a whole pass, a part's name for a part."""
+    """`fwd`, `bwd` or `fwd+bwd` of a whole pass, `-graph` when replayed; a part's name for a part."""
     implementation: Word
     ms: float = Field(gt=0, allow_inf_nan=False)
     """Median milliseconds of one call."""
@@ -85,16 +85,26 @@ def write(path: Path, rows: Iterable[Row]) -> None:
     os.replace(part, path)
 
 
-def origin(device: str) -> Origin:
-    """This machine, stack, commit and day. `device` is "cpu" or "cuda"."""
+def origin(device: str, commit: str = "") -> Origin:
+    """This machine, stack, commit and day. `device` is "cpu" or "cuda".
+
+    `commit`: twelve digits of the commit that this tree was exported from, for a machine without git. Errors:
+    `ValueError` for anything else, and where git knows better.
+    """
     import torch
+
+    if commit and not re.fullmatch(r"[0-9a-f]{12}", commit):
+        raise ValueError(f"--commit is {commit!r}; pass the commit's first twelve hexadecimal digits")
+    known = _commit()
+    if commit and known not in ("unknown", commit):
+        raise ValueError(f"--commit is {commit}, but git says {known}; leave it out")
 
     name = torch.cuda.get_device_name() if device == "cuda" else f"{_processor()}, {torch.get_num_threads()} threads"
     return Origin(
         machine=name,
         torch=torch.__version__,
         triton=metadata.version("triton"),
-        commit=_commit(),
+        commit=commit or known,
         date=datetime.date.today(),
     )
 

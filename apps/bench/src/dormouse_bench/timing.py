@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -66,3 +67,31 @@ def peak_extra_bytes(work: Work, device: str, gradient_bytes: int = 0) -> int | 
     work()
     torch.cuda.synchronize()
     return max(0, torch.cuda.max_memory_allocated() - before - gradient_bytes)
+
+
+def median_ms(work: Work, device: str, budget_ms: int) -> float:
+    """Median milliseconds of one call within a budget; on CUDA by `do_bench`, the L2 emptied before every call."""
+    if device == "cuda":
+        from triton.testing import do_bench
+
+        return float(do_bench(work, warmup=max(1, budget_ms // 4), rep=budget_ms, return_mode="median"))
+    work()
+    taken: list[float] = []
+    while len(taken) < 3 or sum(taken) < budget_ms:
+        taken.append(once(work, device))
+    return statistics.median(taken)
+
+
+def host_syncs(work: Work, device: str) -> int | None:
+    """How often one call waits for the device, as torch's sync debug mode sees it; None on a CPU."""
+    if device != "cuda":
+        return None
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return sum("synchronizing CUDA operation" in str(each.message) for each in seen)

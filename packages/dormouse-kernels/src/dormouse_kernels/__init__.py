@@ -2,8 +2,9 @@
 
 from dormouse_kernels import muon, padded, reference
 from dormouse_kernels.counters import Counters
+from dormouse_kernels.moe.grouped.op import grouped_mm, grouped_wgrad
 from dormouse_kernels.moe.op import glu_experts, latent_glu_experts
-from dormouse_kernels.moe.route import Routing, route
+from dormouse_kernels.moe.routing import Routing, route
 from dormouse_kernels.select import explain
 
 __all__ = [
@@ -11,6 +12,8 @@ __all__ = [
     "Routing",
     "explain",
     "glu_experts",
+    "grouped_mm",
+    "grouped_wgrad",
     "latent_glu_experts",
     "muon",
     "padded",

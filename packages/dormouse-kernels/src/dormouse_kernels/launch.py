@@ -15,6 +15,11 @@ def interpreting() -> bool:
     return bool(knobs.runtime.interpret)
 
 
+def dependent_launches(device: torch.device) -> bool:
+    """Whether kernels on a device can be programmatic dependent launches: from compute capability 9.0 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]],
@@ -22,15 +27,19 @@ def launch(
     *,
     num_warps: int = 4,
     num_stages: int = 3,
+    pdl: bool = False,
 ) -> None:
     """`kernel[grid](**arguments)`, but never on bfloat16 tensors in the interpreter.
+
+    `pdl`: as a programmatic dependent launch, for a kernel that begins with `dependents.after_previous`.
 
     The interpreter computes on bf16 bit patterns: a dot product is off by 1e10 and nothing is raised (3.6.0 and
     3.7.1). Errors: `TypeError`, naming the argument.
     """
-    if interpreting():
+    # not interpreting(): reading a knob takes 3 us, and a launch in all about 25 (one H200's host)
+    if type(kernel).__name__ == "InterpretedFunction":
         _refuse_bfloat16(kernel, arguments)
-    kernel[grid](**arguments, num_warps=num_warps, num_stages=num_stages)
+    kernel[grid](**arguments, num_warps=num_warps, num_stages=num_stages, launch_pdl=pdl)
 
 
 def _refuse_bfloat16(kernel: Any, arguments: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dormouse_kernels.moe import op
-from dormouse_kernels.moe.route import Routing
+from dormouse_kernels.moe.routing import Routing
 
 
 def latent_glu_experts(

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from dormouse_kernels.aot import Build, Pointer
-from dormouse_kernels.moe.latent import launches, plan
+from dormouse_kernels.moe.latent import launches
+from dormouse_kernels.moe.latent.plan import plan_for
 from dormouse_kernels.moe.latent.tiles import Tiles
+from dormouse_kernels.moe.routing import sort
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,15 @@ def record(
     """The launches of a forward and a full backward over meta tensors, in order."""
     recorded: list[Launch] = []
 
-    def keep(kernel, grid, arguments, *, num_warps=4, num_stages=3):
+    def keep(kernel, grid, arguments, *, num_warps=4, num_stages=3, pdl=False):
         named = {n: Pointer(a.dtype) if isinstance(a, torch.Tensor) else a for n, a in arguments.items()}
         if "INTERPRETED" in named:
             named["INTERPRETED"] = False
+        named["PDL"] = tiles.pdl
         recorded.append(Launch(kernel, named, num_warps, num_stages))
 
     monkeypatch.setattr(launches, "launch", keep)
-    monkeypatch.setattr(plan, "launch", keep)
+    monkeypatch.setattr(sort, "launch", keep)
 
     def meta(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=of, device="meta")
@@ -57,11 +60,11 @@ def record(
     f_pad = -(-f // 16) * 16
     x, gate_up, v = meta(T, d), meta(E, 2 * r, d), meta(E, f, r)
     scale, weights = meta(E, 2 * r, of=torch.float32), meta(T, k, of=torch.float32)
-    made = plan.make_plan(meta(T, k, of=torch.int64), E, tiles)
+    made = plan_for(sort.sort_slots(meta(T, k, of=torch.int64), E, tiles.rows), tiles)
+    sort.cut_tiles(made.routing.offsets, T * k, 128)
     rest = meta(T, f_pad) if residual else None
     out, saved = launches.run_forward(x, gate_up, scale, v, weights, rest, made, dtype)
-    dz = launches.grad_v(out, saved, v, made, data=True, dv=torch.empty_like(v))
-    _, stash = launches.latent_gradients(dz, saved, scale, weights, made)
+    _, stash = launches.grad_v(out, saved, scale, v, weights, made, data=True, dv=torch.empty_like(v))
     du, dscale = torch.empty_like(gate_up), torch.empty_like(scale)
     launches.grad_u(x, stash, gate_up, made, data=True, du=du, dscale=dscale)
     return recorded

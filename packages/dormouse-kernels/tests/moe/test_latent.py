@@ -6,13 +6,17 @@ import pytest
 import torch
 from dormouse_kernels import Counters, latent_glu_experts, route
 from dormouse_kernels.moe.latent import launches
-from dormouse_kernels.moe.latent.op import Saved, data_gradients, plan_for, weight_gradients
-from dormouse_kernels.moe.latent.plan import make_plan
-from dormouse_kernels.moe.latent.tiles import INTERPRETED
+from dormouse_kernels.moe.latent.op import Saved, data_gradients, weight_gradients
+from dormouse_kernels.moe.latent.plan import plan_for
+from dormouse_kernels.moe.latent.tiles import tiles_on
 from dormouse_kernels.proof import oracle, relative_errors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("out", "dx", "dU", "ds", "dV", "dw", "dres")
+
+
+def fp32_plan(case):
+    return plan_for(route(case.top_k_index, 5), tiles_on(torch.device(DEVICE), torch.float32))
 
 
 def values(out, case):
@@ -110,17 +114,9 @@ def test_strided_tokens_and_gradients_give_the_same_bits(fp32_case):
         assert torch.equal(got[name], plain[name]), name
 
 
-def test_the_plan_is_the_routing_of_route(latent_case):
-    index = torch.randint(-2, 9, (700, 2), generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    plan = make_plan(index, 7, INTERPRETED)
-    want = route(index, 7)
-    for name in ("counts", "offsets", "order", "inverse"):
-        assert torch.equal(getattr(plan, name).long(), getattr(want, name)), name
-
-
 def test_gradients_apart_are_those_of_the_whole_and_accumulate(fp32_case):
     case = fp32_case(T=40)
-    plan = plan_for(case.top_k_index, 5, torch.float32)
+    plan = fp32_plan(case)
     arguments = [t.detach() for t in (case.hidden_states, case.gate_up_proj, case.scale, case.v, case.top_k_weights)]
     _, latents = launches.run_forward(*arguments, None, plan, torch.float32)
     saved = Saved(*arguments, latents, plan)
@@ -137,8 +133,8 @@ def test_gradients_apart_are_those_of_the_whole_and_accumulate(fp32_case):
 
 def test_turns_and_expanded_rows_agree(fp32_case):
     case = fp32_case(T=40)
-    plan = plan_for(case.top_k_index, 5, torch.float32)
-    expanded = plan_for(case.top_k_index, 5, torch.float32, replace(plan.tiles, turns=False))
+    plan = fp32_plan(case)
+    expanded = replace(plan, tiles=replace(plan.tiles, turns=False))
     arguments = [t.detach() for t in (case.hidden_states, case.gate_up_proj, case.scale, case.v, case.top_k_weights)]
     residual = case.residual.detach()
     turned, _ = launches.run_forward(*arguments, residual, plan, torch.float32)

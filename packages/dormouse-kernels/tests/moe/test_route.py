@@ -4,6 +4,8 @@ import dormouse_kernels
 import pytest
 import torch
 from dormouse_kernels import route
+from dormouse_kernels.moe.routing.sort import cut_tiles
+from dormouse_kernels.moe.routing.tilemap import cut
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,7 +40,7 @@ def test_rows_are_the_slots_sorted_by_expert_and_then_by_slot(drawn):
 
 def test_a_thousand_equal_choices_keep_their_order():
     routing = route(torch.zeros(1000, 1, dtype=torch.int32), 3)
-    assert torch.equal(routing.order, torch.arange(1000))
+    assert routing.order.tolist() == list(range(1000))
 
 
 @pytest.mark.parametrize("shape", [(0, 2), (5, 0), (0, 0)])
@@ -61,8 +63,8 @@ def test_shapes_and_dtypes_do_not_depend_on_the_indices():
     routing = route(torch.empty(6, 2, dtype=torch.int64, device="meta"), 5)
     assert (routing.order.shape, routing.inverse.shape) == ((12,), (12,))
     assert (routing.counts.shape, routing.offsets.shape) == ((5,), (6,))
-    for tensor in (routing.order, routing.inverse, routing.counts, routing.offsets):
-        assert tensor.dtype == torch.int64
+    assert routing.counts.dtype == routing.offsets.dtype == torch.int64
+    assert routing.order.dtype == routing.inverse.dtype == torch.int32
     assert routing.tokens.shape == routing.experts.shape == (12,)
 
 
@@ -82,3 +84,62 @@ def test_a_routing_is_frozen():
 def test_route_refuses_what_is_no_routing(index, num_experts, error, message):
     with pytest.raises(error, match=message):
         dormouse_kernels.route(index, num_experts)
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROUTINGS = {
+    "few": (torch.tensor([[2, 0], [2, 1], [0, 2]]), 3),
+    "none": (torch.zeros(0, 2, dtype=torch.int64), 4),
+    "one expert": (torch.zeros(90, 1, dtype=torch.int64), 1),
+    "sentinels": (torch.tensor([[-1, 2], [5, 9], [2**40, 0]]), 5),
+    "only sentinels": (torch.full((40, 2), -1), 2),
+    "several blocks": (torch.randint(-2, 9, (700, 2), generator=torch.Generator().manual_seed(1)), 7),
+    "int32": (torch.tensor([[4, 0], [1, 4]], dtype=torch.int32), 5),
+}
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_triton_sorts_and_cuts_as_torch_does(name):
+    index, num_experts = ROUTINGS[name]
+    index = index.to(DEVICE)
+    got = route(index, num_experts, tile_rows=16, implementation="triton")
+    want = route(index, num_experts, implementation="reference")
+    for field in ("counts", "offsets", "order", "inverse"):
+        assert torch.equal(getattr(got, field), getattr(want, field)), field
+    assert got.tile_map is got.cut(16)
+    assert_same_tiles(got.tile_map, want.cut(16))
+    assert_same_tiles(cut_tiles(got.offsets, index.numel(), 32), cut(want.counts, want.offsets, index.numel(), 32))
+
+
+def assert_same_tiles(got, want):
+    assert got.max_tiles == want.max_tiles
+    assert torch.equal(got.start, want.start)
+    real = want.tiles.view(-1, 4)[:, 0] >= 0
+    assert torch.equal(got.tiles.view(-1, 4)[real], want.tiles.view(-1, 4)[real])
+    assert (got.tiles.view(-1, 4)[~real, 0] == -1).all()
+    several = int(want.long[0]) + 1
+    assert torch.equal(got.long[:several], want.long[:several])
+
+
+def test_tiles_cover_every_row_once_and_every_expert_has_one():
+    routing = route(torch.tensor([[0, 3], [0, 0], [0, 9], [0, 0]]), 5)
+    cut = routing.cut(2)
+    tiles = cut.tiles.view(-1, 4).tolist()
+    assert tiles[:8] == [[0, 0, 2, 3], [0, 2, 4, 3], [0, 4, 6, 3], [1, 6, 6, 1], [2, 6, 6, 1], [3, 6, 7, 1],
+                         [4, 7, 7, 1], [5, 7, 8, 1]]  # fmt: skip
+    assert all(expert == -1 for expert, *_ in tiles[8:])
+    assert cut.start.tolist() == [0, 3, 4, 5, 6, 7, 8]
+    assert cut.long[:2].tolist() == [1, 0]
+
+
+def test_sixty_five_thousand_experts_are_routed():
+    index = torch.randint(0, 65_536, (50, 2), generator=torch.Generator().manual_seed(0))
+    routing = route(index, 65_536)
+    assert torch.equal(index.view(-1)[routing.order.long()], index.view(-1).sort(stable=True).values)
+    with pytest.raises(ValueError, match="num_experts is 65536 and implementation='triton' takes up to 4094"):
+        route(index, 65_536, implementation="triton")
+
+
+def test_an_implementation_that_cannot_run_is_refused_by_name():
+    with pytest.raises(ValueError, match="implementation is 'fast'; pass one of auto, reference, triton"):
+        route(torch.zeros(1, 1, dtype=torch.int64), 1, implementation="fast")

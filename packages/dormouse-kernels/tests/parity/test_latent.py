@@ -2,16 +2,16 @@
 
 import pytest
 import torch
-from dormouse_kernels import latent_glu_experts
-from dormouse_kernels.moe.latent import backward, forward, sort, turns
+from dormouse_kernels import dependents, latent_glu_experts
+from dormouse_kernels.moe.latent import backward, forward, turns
 from dormouse_kernels.proof import oracle, relative_errors
 
 KERNELS = (
-    sort.slot_bins, sort.count_blocks, sort.scan_bins, sort.place_slots, sort.place_block, sort.map_tiles,
+    dependents.after_previous,
     turns.take_ticket, turns.program_barrier, turns.wait_for, turns.row_turns, turns.residual_of, turns.store_in_turn,
     forward.read_tile, forward.latent_rows, forward.expand_rows, forward.sum_slots,
-    backward.store_gradient, backward.grad_v_rows, backward.latent_gradients, backward.grad_scale,
-    backward.grad_u_rows, backward.long_grad_v, backward.long_grad_u,
+    backward.store_gradient, backward.grad_v_rows, backward.grad_v_piece, backward.latent_gradients,
+    backward.grad_scale, backward.grad_u_rows, backward.long_grad_v, backward.long_grad_u,
 )  # fmt: skip
 S0 = {"T": 40, "d": 48, "r": 16, "f": 37, "E": 5}
 S1 = {"T": 300, "d": 128, "r": 64, "f": 203, "E": 16}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from dormouse_kernels.moe.route import Routing
+from dormouse_kernels.moe.routing import Routing
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from dormouse_kernels.moe.layout import accumulation_dtype, sum_slots
-from dormouse_kernels.moe.route import Routing
+from dormouse_kernels.moe.routing import Routing
 
 
 class PaddedRows:

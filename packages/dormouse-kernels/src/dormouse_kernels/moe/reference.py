@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 
 from dormouse_kernels.moe.layout import accumulation_dtype, sum_slots
-from dormouse_kernels.moe.route import Routing
+from dormouse_kernels.moe.routing import Routing
 
 
 class SortedRows:

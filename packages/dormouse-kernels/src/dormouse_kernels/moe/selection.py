@@ -10,9 +10,12 @@ AUTO = "auto"
 TRITON = "triton"
 IMPLEMENTATIONS: tuple[str, ...] = ("reference", "padded", TRITON)
 TRITON_RANKS = (16, 32, 64)
-TRITON_MOST_EXPERTS = 4094
 _TRITON_ROWS = 256
 """Mean rows an expert up to which reading each bank once is what counts; measured at 32, b1's own (H200)."""
+_TRITON_REASONS = {
+    "latent_glu_experts": "reads every expert's weights once, expands nothing and never syncs",
+    "glu_experts": "multiplies each expert's rows alone, gathers as it reads and never syncs",
+}
 
 
 class Choice(NamedTuple):
@@ -65,7 +68,7 @@ def choose(
     )
     unfit = _triton_unfit(op_name, T=T, k=k, num_experts=num_experts, r=r, dtype=dtype)
     if unfit is None:
-        reason = "reads every expert's weights once, expands nothing and never syncs"
+        reason = _TRITON_REASONS[op_name]
         return Choice(TRITON, reason, ((TRITON, reason), *others))
     return Choice("padded", others[0][1], (others[0], (TRITON, unfit), others[1]))
 
@@ -73,11 +76,12 @@ def choose(
 def _triton_unfit(op_name: str, *, T: int, k: int, num_experts: int, r: int, dtype: torch.dtype) -> str | None:
     """Why the Triton kernels are not the choice on a CUDA device for this shape; None where they are."""
     if op_name != "latent_glu_experts":
-        return "has kernels for latent_glu_experts alone"
+        fits = k >= 1 and dtype != torch.float64
+        return None if fits else "takes k of at least 1 and up to four bytes an element"
     if r not in TRITON_RANKS:
         return f"has no tile for rank {r} ({', '.join(map(str, TRITON_RANKS))} have)"
-    if num_experts > TRITON_MOST_EXPERTS or k < 1 or dtype == torch.float64:
-        return f"takes 1 to {TRITON_MOST_EXPERTS} experts, k of at least 1 and up to four bytes an element"
+    if k < 1 or dtype == torch.float64:
+        return "takes k of at least 1 and up to four bytes an element"
     if T * k > _TRITON_ROWS * num_experts:
         return f"is made for at most {_TRITON_ROWS} rows an expert on average: more are a matter of FLOPs, not of bytes"
     return None

@@ -1,13 +1,15 @@
 """How kernels are proven: rows against an oracle, rows off the compiler, and a pytest plugin that prints both.
 
 `python -m pytest -p dormouse_kernels.proof TESTS` prints the tables; `--proof-src SRC` fails for a `@triton.jit`
-under SRC without its rows, `--gpu-required` for a GPU row that did not run. Needs pytest.
+under SRC without its rows, `--gpu-required` for a GPU row that did not run, `--proof-archs 80,86` compiles for other
+cards than 120 and 90. Needs pytest.
 """
 
 from dormouse_kernels.proof.canary import surrounded
 from dormouse_kernels.proof.listing import jit_functions, missing
 from dormouse_kernels.proof.plugin import (
     Proof,
+    archs,
     proof,
     pytest_addoption,
     pytest_configure,
@@ -20,6 +22,7 @@ __all__ = [
     "CompilerRow",
     "ParityRow",
     "Proof",
+    "archs",
     "jit_functions",
     "missing",
     "proof",

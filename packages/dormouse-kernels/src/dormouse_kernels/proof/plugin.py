@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from dormouse_kernels.aot import Compiled, shared_limit
+from dormouse_kernels.aot import SHARED_LIMITS, Compiled, shared_limit
 from dormouse_kernels.launch import interpreting
 from dormouse_kernels.proof.listing import Table, jit_functions, missing
 from dormouse_kernels.proof.rows import COMPILER_COLUMNS, PARITY_COLUMNS, CompilerRow, Level, ParityRow, table
@@ -35,6 +35,9 @@ class Collected:
     interpreted: dict[str, list[ParityRow]] | None = None
     """Rows by test from the process whose kernels are interpreted, once there was need of it."""
 
+
+ARCHS = (120, 90)
+"""The cards that compiler tests build for unless `--proof-archs` names others."""
 
 _COLLECTED: pytest.StashKey[Collected] = pytest.StashKey()
 
@@ -139,6 +142,12 @@ def proof(request: pytest.FixtureRequest) -> Proof:
     return Proof(request, collected)
 
 
+def archs(config: pytest.Config) -> tuple[int, ...]:
+    """The cards to compile for, as compute capability × 10: `--proof-archs`, otherwise `ARCHS`."""
+    named = config.getoption("--proof-archs", None)
+    return ARCHS if named is None else tuple(int(arch) for arch in named.split(","))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of the tables."""
     group = parser.getgroup("proof", "tables that prove kernels")
@@ -147,6 +156,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--proof-src", action="append", default=[], metavar="SRC",
         help="a source tree: every @triton.jit under it must have its rows (may be given again)",
     )  # fmt: skip
+    group.addoption("--proof-archs", metavar="ARCH,...", help="cards to compile for, as in 80,86 (default: 120,90)")
     group.addoption("--proof-rows", metavar="FILE", help="also pickle the parity rows, for the process beside")
     group.addoption(
         "--proof-table", action="append", default=[], choices=["parity", "sm120"],
@@ -156,6 +166,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Starts with no rows, and with the kernels that must get some."""
+    try:
+        unknown = [arch for arch in archs(config) if arch not in SHARED_LIMITS]
+    except ValueError:
+        unknown = [config.getoption("--proof-archs")]
+    if unknown:
+        known = ", ".join(map(str, SHARED_LIMITS))
+        raise pytest.UsageError(f"--proof-archs: {unknown[0]} is no card that is known here; pass some of {known}")
     try:
         functions = [name for src in config.getoption("--proof-src") for name in jit_functions(Path(src))]
     except ValueError as error:

@@ -11,6 +11,7 @@ whose rows they sum in order. Every element of a weight gradient is written by o
 import triton
 import triton.language as tl
 
+from dormouse_kernels.dependents import after_previous
 from dormouse_kernels.moe.latent.forward import read_tile
 from dormouse_kernels.offsets import row_offset
 
@@ -25,75 +26,90 @@ def store_gradient(at, value, mask, ACCUMULATE: tl.constexpr):
 
 @triton.jit
 def grad_v_rows(
-    dh_ptr, z_ptr, v_ptr, dv_ptr, dz_ptr, order_ptr, map_ptr, R, E, F,
+    dh_ptr, z_ptr, v_ptr, dv_ptr, pq_ptr, scale_ptr, weight_ptr, dpq_ptr, dweight_ptr, dscale_part_ptr, order_ptr,
+    map_ptr, E, F,
     K: tl.constexpr, F_PAD: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, BLOCK_F: tl.constexpr,
-    SPLITS: tl.constexpr, SPLIT_F: tl.constexpr, DATA: tl.constexpr, WEIGHTS: tl.constexpr,
-    ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
+    PIECES: tl.constexpr, DATA: tl.constexpr, WEIGHTS: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One pass over SPLIT_F columns of a tile's dh: its part of dz~ [SPLITS, R, r], and dV of a one-tile expert."""
-    tile = tl.program_id(0) // SPLITS
-    split = tl.program_id(0) % SPLITS
+    """One pass over a tile's dh: dp, dq, dw and the tile's part of ds; dV of a one-tile expert.
+
+    PIECES (1 or 2) blocks of columns a step: with 2, adjacent 128-byte pieces of a row are asked for at once.
+    """
+    after_previous(PDL)
+    tile = tl.program_id(0)
     expert, begin, end, count = read_tile(map_ptr, tile)
-    if (expert < 0) | (expert >= E):
+    if expert < 0:
         return
     latent = tl.arange(0, RANK)
     row = begin + tl.arange(0, TILE)
     inside = row < end
-    first = split * SPLIT_F
-    last = min(first + SPLIT_F, F)
+    slot = tl.load(order_ptr + row, mask=inside, other=0).to(tl.int32)
+    if expert >= E:
+        if DATA:
+            tl.store(dweight_ptr + slot, tl.zeros([TILE], dweight_ptr.dtype.element_ty), mask=inside)
+        return
+    v_at = row_offset(expert, F * RANK)
     if begin >= end:
         if WEIGHTS and not ACCUMULATE:
-            for start in range(first, last, BLOCK_F):
+            for start in range(0, F, BLOCK_F):
                 f = start + tl.arange(0, BLOCK_F)
-                at = dv_ptr + row_offset(expert, F * RANK) + f[:, None] * RANK + latent[None, :]
+                at = dv_ptr + v_at + f[:, None] * RANK + latent[None, :]
                 tl.store(at, tl.zeros([BLOCK_F, RANK], dv_ptr.dtype.element_ty), mask=(f < F)[:, None])
         return
-    slot = tl.load(order_ptr + row, mask=inside, other=0).to(tl.int32)
     dh_row = dh_ptr + row_offset(slot // K, F_PAD)[:, None]
     z = tl.load(z_ptr + row_offset(row, RANK)[:, None] + latent[None, :], mask=inside[:, None], other=0.0)
     dz = tl.zeros([TILE, RANK], tl.float32)
-    for start in range(first, last, BLOCK_F):
+    # an accumulator of its own: two products into one a step have been miscompiled elsewhere
+    dz_next = tl.zeros([TILE, RANK], tl.float32)
+    for start in range(0, F, PIECES * BLOCK_F):
         f = start + tl.arange(0, BLOCK_F)
-        dh = tl.load(dh_row + f[None, :], mask=inside[:, None] & (f < F_PAD)[None, :], other=0.0)
-        at = row_offset(expert, F * RANK) + f[:, None] * RANK + latent[None, :]
-        if DATA:
-            v = tl.load(v_ptr + at, mask=(f < F)[:, None], other=0.0)
-            dz = tl.dot(dh, v.to(dh.dtype), dz, input_precision=PRECISION)
-        if WEIGHTS:
-            dv = tl.dot(tl.trans(dh), z, input_precision=PRECISION)
-            store_gradient(dv_ptr + at, dv, (f < F)[:, None] & (count == 1), ACCUMULATE)
+        dz = grad_v_piece(
+            dh_row, z, v_ptr + v_at, dv_ptr + v_at, dz, f, inside, count == 1, F, F_PAD, RANK, DATA, WEIGHTS,
+            ACCUMULATE, PRECISION,
+        )  # fmt: skip
+        if PIECES == 2:
+            dz_next = grad_v_piece(
+                dh_row, z, v_ptr + v_at, dv_ptr + v_at, dz_next, f + BLOCK_F, inside, count == 1, F, F_PAD, RANK, DATA,
+                WEIGHTS, ACCUMULATE, PRECISION,
+            )  # fmt: skip
     if DATA:
-        at = (row_offset(split, R) + row)[:, None] * RANK + latent[None, :]
-        tl.store(dz_ptr + at, dz, mask=inside[:, None])
+        latent_gradients(
+            dz + dz_next, pq_ptr, scale_ptr + row_offset(expert, 2 * RANK), weight_ptr, dpq_ptr, dweight_ptr,
+            dscale_part_ptr + row_offset(tile, 2 * RANK), row, slot, inside, RANK,
+        )  # fmt: skip
+
+
+@triton.jit
+def grad_v_piece(
+    dh_row, z, v_ptr, dv_ptr, dz, f, inside, alone, F,
+    F_PAD: tl.constexpr, RANK: tl.constexpr, DATA: tl.constexpr, WEIGHTS: tl.constexpr, ACCUMULATE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Columns f of a tile: dz~ + dh V, returned; dV = dh^T z~, stored for an expert that has this tile alone."""
+    dh = tl.load(dh_row + f[None, :], mask=inside[:, None] & (f < F_PAD)[None, :], other=0.0)
+    at = f[:, None] * RANK + tl.arange(0, RANK)[None, :]
+    real = (f < F)[:, None]
+    if DATA:
+        v = tl.load(v_ptr + at, mask=real, other=0.0)
+        dz = tl.dot(dh, v.to(dh.dtype), dz, input_precision=PRECISION)
+    if WEIGHTS:
+        dv = tl.dot(tl.trans(dh), z, input_precision=PRECISION)
+        store_gradient(dv_ptr + at, dv, real & alone, ACCUMULATE)
+    return dz
 
 
 @triton.jit
 def latent_gradients(
-    dz_ptr, pq_ptr, scale_ptr, weight_ptr, order_ptr, map_ptr, dpq_ptr, dweight_ptr, dscale_part_ptr, R, E,
-    RANK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Sums the parts of dz~ in order: dp, dq, the routing weights' gradients, a part of the scales' gradients."""
-    tile = tl.program_id(0)
-    expert, begin, end, _ = read_tile(map_ptr, tile)
-    if (expert < 0) | (begin >= end):
-        return
-    row = begin + tl.arange(0, TILE)
-    inside = row < end
-    slot = tl.load(order_ptr + row, mask=inside, other=0)
-    if expert >= E:
-        tl.store(dweight_ptr + slot, tl.zeros([TILE], dweight_ptr.dtype.element_ty), mask=inside)
-        return
+    dz, pq_ptr, s_ptr, weight_ptr, dpq_ptr, dweight_ptr, part_ptr, row, slot, inside, RANK: tl.constexpr
+):
+    """From a tile's dz~ [TILE, r]: dp, dq, the routing weights' gradients, a part of the scales' gradients."""
     latent = tl.arange(0, RANK)
-    dz = tl.zeros([TILE, RANK], tl.float32)
-    for split in tl.static_range(SPLITS):
-        at = (row_offset(split, R) + row)[:, None] * RANK + latent[None, :]
-        dz += tl.load(dz_ptr + at, mask=inside[:, None], other=0.0)
     at = row_offset(row, 2 * RANK)[:, None] + latent[None, :]
     p = tl.load(pq_ptr + at, mask=inside[:, None], other=0.0).to(tl.float32)
     q = tl.load(pq_ptr + at + RANK, mask=inside[:, None], other=0.0).to(tl.float32)
-    s_at = scale_ptr + row_offset(expert, 2 * RANK) + latent
-    s = tl.load(s_at).to(tl.float32)[None, :]
-    s_gate = tl.load(s_at + RANK).to(tl.float32)[None, :]
+    s = tl.load(s_ptr + latent).to(tl.float32)[None, :]
+    s_gate = tl.load(s_ptr + RANK + latent).to(tl.float32)[None, :]
     w = tl.load(weight_ptr + slot, mask=inside, other=0.0).to(tl.float32)
     g = p * s
     u = q * s_gate
@@ -102,9 +118,8 @@ def latent_gradients(
     dz = dz * w[:, None]
     dg = dz * u * sigma * (1.0 + g * (1.0 - sigma))
     du = dz * g * sigma
-    part = dscale_part_ptr + row_offset(tile, 2 * RANK) + latent
-    tl.store(part, tl.sum(dg * p, 0))
-    tl.store(part + RANK, tl.sum(du * q, 0))
+    tl.store(part_ptr + latent, tl.sum(dg * p, 0))
+    tl.store(part_ptr + RANK + latent, tl.sum(du * q, 0))
     tl.store(dpq_ptr + at, (dg * s).to(dpq_ptr.dtype.element_ty), mask=inside[:, None])
     tl.store(dpq_ptr + at + RANK, (du * s_gate).to(dpq_ptr.dtype.element_ty), mask=inside[:, None])
 
@@ -127,9 +142,10 @@ def grad_u_rows(
     x_ptr, dpq_ptr, gate_up_ptr, du_ptr, dx_ptr, order_ptr, map_ptr, tile_start_ptr, dscale_part_ptr, dscale_ptr,
     x_stride, E, D,
     K: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
-    DATA: tl.constexpr, WEIGHTS: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
+    DATA: tl.constexpr, WEIGHTS: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile's dx by slot [R, D] and dU, dU' of a one-tile expert: x and U stream, dp and dq are read once."""
+    after_previous(PDL)
     tile = tl.program_id(0) // SPLITS
     expert, begin, end, count = read_tile(map_ptr, tile)
     if expert < 0:
@@ -176,9 +192,10 @@ def grad_u_rows(
 def long_grad_v(
     dh_ptr, z_ptr, dv_ptr, order_ptr, offsets_ptr, long_ptr, F,
     K: tl.constexpr, F_PAD: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, BLOCK_F: tl.constexpr,
-    ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
+    ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The gradient dV of the experts with several tiles."""
+    after_previous(PDL)
     chunks: tl.constexpr = (F_PAD + BLOCK_F - 1) // BLOCK_F
     latent = tl.arange(0, RANK)
     for item in range(tl.program_id(0), tl.load(long_ptr) * chunks, tl.num_programs(0)):
@@ -202,9 +219,10 @@ def long_grad_v(
 def long_grad_u(
     x_ptr, dpq_ptr, du_ptr, order_ptr, offsets_ptr, long_ptr, x_stride, D,
     K: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, ACCUMULATE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The gradients dU and dU' of the experts with several tiles."""
+    after_previous(PDL)
     chunks = tl.cdiv(D, BLOCK_D)
     latent = tl.arange(0, 2 * RANK)
     for item in range(tl.program_id(0), tl.load(long_ptr) * chunks, tl.num_programs(0)):

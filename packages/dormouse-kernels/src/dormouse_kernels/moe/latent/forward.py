@@ -9,6 +9,7 @@ masks along F end at F_PAD for the same reason.
 import triton
 import triton.language as tl
 
+from dormouse_kernels.dependents import after_previous
 from dormouse_kernels.moe.latent.turns import NOTHING, residual_of, row_turns, store_in_turn, take_ticket
 from dormouse_kernels.offsets import row_offset
 
@@ -25,9 +26,10 @@ def latent_rows(
     x_ptr, gate_up_ptr, scale_ptr, weight_ptr, index_ptr, order_ptr, inverse_ptr, offsets_ptr, tile_start_ptr, map_ptr,
     pq_ptr, z_ptr, turn_ptr, flag_ptr, ticket_ptr, x_stride, E, D, flag_stride, chunks,
     K: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr, CHUNKS: tl.constexpr,
-    TURNS: tl.constexpr, PRECISION: tl.constexpr,
+    TURNS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile's p = U x, q = U' x, z = w · silu(p s) · (q s'); its rows' turns, its lowered flags, the ticket."""
+    after_previous(PDL)
     tile = tl.program_id(0)
     expert, begin, end, _ = read_tile(map_ptr, tile)
     chunk = tl.arange(0, CHUNKS)
@@ -73,12 +75,13 @@ def expand_rows(
     E, F, flag_stride, max_tiles,
     K: tl.constexpr, F_PAD: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, BLOCK_F: tl.constexpr,
     SPLIT_F: tl.constexpr, TURNS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PRECISION: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    PDL: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """V z of a tile's rows, SPLIT_F columns: summed by token in out [T, F_PAD] with TURNS, else by slot.
 
     Ordered by split, then tile, so that what takes turns meets in L2.
     """
+    after_previous(PDL)
     place = tl.program_id(0)
     if TURNS:
         place = take_ticket(ticket_ptr)
@@ -120,8 +123,10 @@ def expand_rows(
 def sum_slots(
     rows_ptr, residual_ptr, out_ptr, T, F,
     K: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out[t] = Σ_j rows[t k + j] in order of j, in fp32, then the first F columns of residual[t]."""
+    after_previous(PDL)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = (token < T)[:, None] & (col < WIDTH)[None, :]

@@ -9,8 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from dormouse_kernels.moe.latent import launches
-from dormouse_kernels.moe.latent.plan import Plan, make_plan
-from dormouse_kernels.moe.latent.tiles import Tiles, tiles_for
+from dormouse_kernels.moe.latent.plan import Plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +36,7 @@ class WeightGradients:
 
 def data_gradients(saved: Saved, dout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, launches.Stash]:
     """(d hidden_states [T, d], d top_k_weights [T, k], stash) from dout [T, f_pad]; no weight gradient is made."""
-    dz = launches.grad_v(dout, saved.latents, saved.v, saved.plan, data=True, dv=None)
-    dweights, stash = launches.latent_gradients(dz, saved.latents, saved.scale, saved.weights, saved.plan)
+    dweights, stash = _grad_v(saved, dout, data=True, dv=None)
     dx = launches.grad_u(saved.x, stash, saved.gate_up, saved.plan, data=True, du=None, dscale=None)
     assert dx is not None
     return dx, dweights, stash
@@ -49,10 +47,20 @@ def weight_gradients(
 ) -> WeightGradients:
     """Gradients of banks and scales, written once into fresh memory, or added to `into` in fp32 and rounded once."""
     grads = into or _empty_gradients(saved)
-    options: dict[str, Any] = {"data": False, "accumulate": into is not None}
-    launches.grad_v(dout, saved.latents, saved.v, saved.plan, dv=grads.v, **options)
-    launches.grad_u(saved.x, stash, saved.gate_up, saved.plan, du=grads.gate_up, dscale=grads.scale, **options)
+    _grad_v(saved, dout, data=False, dv=grads.v, accumulate=into is not None)
+    launches.grad_u(
+        saved.x, stash, saved.gate_up, saved.plan, data=False, du=grads.gate_up, dscale=grads.scale,
+        accumulate=into is not None,
+    )  # fmt: skip
     return grads
+
+
+def _grad_v(
+    saved: Saved, dout: torch.Tensor, *, data: bool, dv: torch.Tensor | None, accumulate: bool = False
+) -> tuple[torch.Tensor, launches.Stash]:
+    return launches.grad_v(
+        dout, saved.latents, saved.scale, saved.v, saved.weights, saved.plan, data=data, dv=dv, accumulate=accumulate
+    )
 
 
 def _empty_gradients(saved: Saved) -> WeightGradients:
@@ -93,15 +101,13 @@ class LatentExperts(torch.autograd.Function):
         dv = torch.empty_like(v) if need_v else None
         inner = need_x or need_u or need_s or need_w
         if inner or need_v:
-            dz = launches.grad_v(dout, saved.latents, v, ctx.plan, data=inner, dv=dv)
-        if inner:
-            dweights, stash = launches.latent_gradients(dz, saved.latents, scale, weights, ctx.plan)
+            dweights, stash = _grad_v(saved, dout, data=inner, dv=dv)
         if need_u or need_s:
             du, dscale = torch.empty_like(gate_up), torch.empty_like(scale)
         if need_x or need_u or need_s:
             dx = launches.grad_u(x, stash, gate_up, ctx.plan, data=need_x, du=du, dscale=dscale)
         dresidual = _residual_gradient(dout, ctx.residual_dtype, ctx.f) if need_residual else None
-        return dx, du, dscale, dv, dweights, dresidual, None, None
+        return dx, du, dscale, dv, dweights if need_w else None, dresidual, None, None
 
 
 def _residual_gradient(dout: torch.Tensor, dtype: torch.dtype, f: int) -> torch.Tensor:
@@ -114,13 +120,6 @@ def _residual_gradient(dout: torch.Tensor, dtype: torch.dtype, f: int) -> torch.
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
-
-
-def plan_for(top_k_index: torch.Tensor, num_experts: int, dtype: torch.dtype, tiles: Tiles | None = None) -> Plan:
-    """The rows' plan for operands of `dtype` on the indices' device; `tiles` in place of the table's row."""
-    device = top_k_index.device
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return make_plan(top_k_index, num_experts, tiles or tiles_for(capability, dtype.itemsize))
 
 
 def latent_experts(

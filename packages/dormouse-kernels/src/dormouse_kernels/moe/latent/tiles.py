@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -21,8 +23,9 @@ class Tiles:
     expand_splits: int = 8
     grad_v_f: int = 64
     grad_v_warps: int = 4
-    grad_v_stages: int = 4
-    grad_v_splits: int = 2
+    grad_v_stages: int = 3
+    grad_v_pieces: int = 2
+    """Blocks of columns a step."""
     grad_u_d: int = 128
     grad_u_warps: int = 8
     grad_u_stages: int = 3
@@ -33,15 +36,21 @@ class Tiles:
     long_programs: int = 264
     turns: bool = True
     """Two experts a token: add up in turns, instead of writing expanded rows and summing them."""
+    pdl: bool = True
+    """Programmatic dependent launches, from compute capability 9.0 on."""
 
 
 SM_90 = Tiles()
-"""Measured on an H200: wgmma, 227 KiB of shared memory a block."""
-SM_120 = replace(SM_90, grad_v_stages=3, grad_u_d=64, long_programs=72)
+"""Measured on an H200: wgmma, 227 KiB of shared memory a block; sm_100, with as much, gets the same, compiled only."""
+SM_120 = replace(SM_90, grad_v_stages=3, grad_v_pieces=1, grad_u_d=64, long_programs=72)
 """For 99 KiB of shared memory and mma.sync; compiled for, not measured."""
+SM_86 = replace(SM_120, pdl=False)
+"""sm_86 and sm_89: sm_120's shared memory and mma kind, no dependent launches; compiled for, not measured."""
+SM_80 = replace(SM_86, grad_v_warps=8, long_programs=216)
+"""163 KiB of shared memory, mma.sync; with four warps dz and dV together would spill. Compiled for, not measured."""
 WIDE = Tiles(
     rows=32, latent_d=32, latent_stages=2, expand_f=64, expand_residual_f=32, grad_v_f=16, grad_v_warps=8,
-    grad_v_stages=2, grad_u_d=32, grad_u_stages=2, long_block=32, long_warps=8, long_stages=2,
+    grad_v_stages=2, grad_v_pieces=1, grad_u_d=32, grad_u_stages=2, long_block=32, long_warps=8, long_stages=2,
 )  # fmt: skip
 """For four-byte operands, anywhere: half the rows, so that registers and shared memory hold."""
 INTERPRETED = Tiles(
@@ -54,14 +63,27 @@ INTERPRETED = Tiles(
     grad_u_d=16,
     long_block=16,
     long_programs=2,
+    pdl=False,
 )
 """For the interpreter: small tiles, so that small cases have several."""
 
 
 def tiles_for(capability: tuple[int, int] | None, itemsize: int) -> Tiles:
-    """The table's row for a compute capability (None: the interpreter) and the operands' bytes."""
+    """The table's row for a compute capability (None: the interpreter) and the operands' bytes.
+
+    A card that is newer than the table gets the row of 99 KiB and mma.sync, which fits everywhere.
+    """
     if capability is None:
         return INTERPRETED
     if itemsize > 2:
-        return WIDE
-    return SM_90 if capability[0] in (9, 10) else SM_120
+        return replace(WIDE, pdl=capability >= (9, 0))
+    if capability[0] in (9, 10):
+        return SM_90
+    if capability >= (12, 0):
+        return SM_120
+    return SM_80 if capability == (8, 0) else SM_86
+
+
+def tiles_on(device: torch.device, dtype: torch.dtype) -> Tiles:
+    """The row for operands of `dtype` on a device."""
+    return tiles_for(torch.cuda.get_device_capability(device) if device.type == "cuda" else None, dtype.itemsize)

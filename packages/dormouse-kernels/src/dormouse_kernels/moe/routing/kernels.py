@@ -7,6 +7,7 @@ the overhang of the last block. Integers only, and every rank is counted, so the
 import triton
 import triton.language as tl
 
+from dormouse_kernels.dependents import after_previous
 from dormouse_kernels.offsets import row_offset
 
 
@@ -20,8 +21,9 @@ def slot_bins(index_ptr, slot, R, E):
 
 
 @triton.jit
-def count_blocks(index_ptr, hist_ptr, arrived_ptr, R, E, BINS: tl.constexpr, BLOCK: tl.constexpr):
+def count_blocks(index_ptr, hist_ptr, arrived_ptr, R, E, BINS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """hist[block, bin] = slots of the block in the bin. Also clears the arrival counter of `scan_bins`."""
+    after_previous(PDL)
     block = tl.program_id(0)
     slot = block * BLOCK + tl.arange(0, BLOCK)
     counts = tl.histogram(slot_bins(index_ptr, slot, R, E), BINS)
@@ -33,12 +35,13 @@ def count_blocks(index_ptr, hist_ptr, arrived_ptr, R, E, BINS: tl.constexpr, BLO
 @triton.jit
 def scan_bins(
     hist_ptr, total_ptr, arrived_ptr, counts_ptr, offsets_ptr, tile_start_ptr, long_ptr, E, blocks,
-    BINS: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    BINS: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Turns hist into its exclusive prefix over blocks; the last program makes offsets and tiles of the totals.
 
     long[0] is the number of experts with more than one tile, long[1:] are they in ascending order.
     """
+    after_previous(PDL)
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     carry = tl.zeros([COLS], tl.int32)
     for first in range(0, blocks, ROWS):
@@ -55,27 +58,54 @@ def scan_bins(
         n = tl.load(total_ptr + e, cache_modifier=".cg")
         tl.store(counts_ptr + e, n.to(tl.int64), mask=e < E)
         tl.store(offsets_ptr + e, (tl.cumsum(n, 0) - n).to(tl.int64), mask=e <= E)
-        # an expert without rows has a tile too: a program must exist to write its zeros
-        tiles = (n + TILE - 1) // TILE
-        tiles = tl.where(e < E, tl.maximum(tiles, 1), tl.where(e == E, tiles, 0))
-        tl.store(tile_start_ptr + e, tl.cumsum(tiles, 0) - tiles, mask=e <= E + 1)
-        is_long = ((tiles > 1) & (e < E)).to(tl.int32)
-        tl.store(long_ptr + tl.cumsum(is_long, 0), e, mask=is_long > 0)
-        tl.store(long_ptr, tl.sum(is_long, 0))
+        store_starts(n, e, tile_start_ptr, long_ptr, E, TILE)
+
+
+@triton.jit
+def store_starts(n, e, tile_start_ptr, long_ptr, E, TILE: tl.constexpr):
+    """Each bin's first tile, and the experts of several tiles, from the bins' counts n; e is arange."""
+    # an expert without rows has a tile too: a program must exist to write its zeros
+    tiles = (n + TILE - 1) // TILE
+    tiles = tl.where(e < E, tl.maximum(tiles, 1), tl.where(e == E, tiles, 0))
+    tl.store(tile_start_ptr + e, tl.cumsum(tiles, 0) - tiles, mask=e <= E + 1)
+    is_long = ((tiles > 1) & (e < E)).to(tl.int32)
+    tl.store(long_ptr + tl.cumsum(is_long, 0), e, mask=is_long > 0)
+    tl.store(long_ptr, tl.sum(is_long, 0))
+
+
+@triton.jit
+def start_tiles(offsets_ptr, tile_start_ptr, long_ptr, R, E, BINS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
+    """`store_starts` of rows that are sorted already; one program."""
+    after_previous(PDL)
+    e = tl.arange(0, BINS)
+    begin = tl.load(offsets_ptr + e, mask=e <= E, other=0)
+    end = tl.load(offsets_ptr + e + 1, mask=e < E, other=R)
+    store_starts(tl.where(e <= E, end - begin, 0).to(tl.int32), e, tile_start_ptr, long_ptr, E, TILE)
+
+
+@triton.jit
+def map_experts(
+    offsets_ptr, tile_start_ptr, map_ptr, R, E, max_tiles,
+    TILE: tl.constexpr, EXPERTS: tl.constexpr, SPARE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The map of the tiles that `start_tiles` counted."""
+    after_previous(PDL)
+    map_part(offsets_ptr, tile_start_ptr, map_ptr, tl.program_id(0), R, E, max_tiles, TILE, EXPERTS, SPARE)
 
 
 @triton.jit
 def place_slots(
     index_ptr, hist_ptr, offsets_ptr, tile_start_ptr, order_ptr, inverse_ptr, map_ptr, R, E, blocks, max_tiles,
-    BINS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, EXPERTS: tl.constexpr,
+    BINS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, EXPERTS: tl.constexpr, SPARE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """The first `blocks` programs place a block of slots each, the others map TILES tiles each."""
+    """The first `blocks` programs place a block of slots each, the others map the tiles of EXPERTS experts each."""
+    after_previous(PDL)
     program = tl.program_id(0)
     if program < blocks:
         place_block(index_ptr, hist_ptr, offsets_ptr, order_ptr, inverse_ptr, program, R, E, BINS, BLOCK)
     else:
-        tile = (program - blocks) * TILES + tl.arange(0, TILES)
-        map_tiles(offsets_ptr, tile_start_ptr, map_ptr, tile, R, E, max_tiles, TILE, TILES, EXPERTS)
+        map_part(offsets_ptr, tile_start_ptr, map_ptr, program - blocks, R, E, max_tiles, TILE, EXPERTS, SPARE)
 
 
 @triton.jit
@@ -100,23 +130,27 @@ def place_block(
 
 
 @triton.jit
-def map_tiles(
-    offsets_ptr, tile_start_ptr, map_ptr, tile, R, E, max_tiles,
-    TILE: tl.constexpr, TILES: tl.constexpr, EXPERTS: tl.constexpr,
+def map_part(
+    offsets_ptr, tile_start_ptr, map_ptr, part, R, E, max_tiles,
+    TILE: tl.constexpr, EXPERTS: tl.constexpr, SPARE: tl.constexpr,
 ):  # fmt: skip
-    """map[tile] = (expert, first row, end row, tiles of the expert), expert -1 past the last tile."""
-    total = tl.load(tile_start_ptr + E + 1)
-    expert = tl.zeros([TILES], tl.int32) - 1
-    for first in range(0, E + 1, EXPERTS):
-        e = first + tl.arange(0, EXPERTS)
-        starts = tl.load(tile_start_ptr + e, mask=e <= E, other=2147483647)
-        expert += tl.sum((starts[None, :] <= tile[:, None]).to(tl.int32), 1)
-    here = tl.load(tile_start_ptr + expert)
-    begin = tl.load(offsets_ptr + expert).to(tl.int32) + (tile - here) * TILE
+    """map[tile] = (expert, first row, end row, tiles of the expert) for every tile of the part's EXPERTS experts.
+
+    Expert E holds sentinels; of the tiles that no expert has, SPARE a part get expert -1.
+    """
+    tile = part * SPARE + tl.arange(0, SPARE)
+    spare = (tile >= tl.load(tile_start_ptr + E + 1)) & (tile < max_tiles)
+    tl.store(map_ptr + tile * 4, tl.zeros([SPARE], tl.int32) - 1, mask=spare)
+    expert = part * EXPERTS + tl.arange(0, EXPERTS)
+    here = tl.load(tile_start_ptr + expert, mask=expert <= E, other=0)
+    count = tl.load(tile_start_ptr + expert + 1, mask=expert <= E, other=0) - here
+    begin = tl.load(offsets_ptr + expert, mask=expert <= E, other=0).to(tl.int32)
     end = tl.load(offsets_ptr + expert + 1, mask=expert < E, other=R).to(tl.int32)
-    at = map_ptr + tile * 4
-    inside = tile < max_tiles
-    tl.store(at, tl.where(tile < total, expert, -1), mask=inside)
-    tl.store(at + 1, begin, mask=inside)
-    tl.store(at + 2, tl.minimum(begin + TILE, end), mask=inside)
-    tl.store(at + 3, tl.load(tile_start_ptr + expert + 1) - here, mask=inside)
+    for j in range(tl.max(count)):
+        mine = j < count
+        at = map_ptr + (here + j) * 4
+        first = begin + j * TILE
+        tl.store(at, expert, mask=mine)
+        tl.store(at + 1, first, mask=mine)
+        tl.store(at + 2, tl.minimum(first + TILE, end), mask=mine)
+        tl.store(at + 3, count, mask=mine)

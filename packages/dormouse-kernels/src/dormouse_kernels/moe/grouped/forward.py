@@ -1,0 +1,153 @@
+"""Kernels that multiply sorted rows by their experts' matrices.
+
+T tokens, k experts a token, R = T·k rows sorted by expert, E experts, b [E, K, N]. A tile is up to ROWS rows of one
+expert: map[tile] = (expert, first row, end row, tiles of the expert); expert E holds sentinels, whose outputs are
+zeros. A program makes COLS columns of a tile. Where a row of an operand lies: SORTED row i itself, TOKEN order[i] // k,
+SLOT order[i].
+
+Rows past a tile's end read its last row instead of being masked, and are not stored: with K a multiple of DEPTH and N
+of COLS the loop over K has no mask at all.
+"""
+
+import triton
+import triton.language as tl
+
+from dormouse_kernels.offsets import row_offset
+
+SORTED = tl.constexpr(0)
+TOKEN = tl.constexpr(1)
+SLOT = tl.constexpr(2)
+
+
+@triton.jit
+def source_of(order_ptr, row, mask, SOURCE: tl.constexpr, TOP_K: tl.constexpr):
+    """The row of an operand that belongs to each sorted `row`."""
+    if SOURCE == SORTED:
+        return row
+    else:  # noqa: RET505 - a constexpr branch: sorted rows must not load the order
+        slot = tl.load(order_ptr + row, mask=mask, other=0)
+        return slot // TOP_K if SOURCE == TOKEN else slot
+
+
+@triton.jit
+def place_of(program, max_tiles, blocks, GROUP: tl.constexpr):
+    """(tile, block of columns) of a program: GROUP tiles go through their columns together, so that both stay in L2."""
+    group = program // (GROUP * blocks)
+    within = program % (GROUP * blocks)
+    size = tl.minimum(max_tiles - group * GROUP, GROUP)
+    return group * GROUP + within % size, within // size
+
+
+@triton.jit
+def contract(
+    a_at, b_at, a_step, b_step, columns, K,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Σ_k a b in fp32 [ROWS, COLS] from pointers to the first DEPTH of K: a_at [ROWS, DEPTH], b_at [DEPTH, COLS]."""
+    depth = tl.arange(0, DEPTH)
+    total = tl.zeros([ROWS, COLS], tl.float32)
+    for start in range(0, K, DEPTH):
+        if EVEN_K:
+            a = tl.load(a_at)
+        else:
+            a = tl.load(a_at, mask=(depth < K - start)[None, :], other=0.0)
+        if EVEN_K and EVEN_N:
+            b = tl.load(b_at)
+        elif EVEN_K:
+            b = tl.load(b_at, mask=columns[None, :], other=0.0)
+        else:
+            b = tl.load(b_at, mask=(depth < K - start)[:, None] & columns[None, :], other=0.0)
+        total = tl.dot(a, b.to(a.dtype), total, input_precision=PRECISION)
+        a_at += a_step
+        b_at += b_step
+    return total
+
+
+@triton.jit
+def multiply_rows(
+    a_ptr, b_ptr, out_ptr, order_ptr, map_ptr, a_row, a_col, b_expert, b_row, b_col, E, K, N, max_tiles,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    DEPTH: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out[target of row i] = a[source of row i] · b[expert of row i]; out is [R, N], contiguous."""
+    tile, block = place_of(tl.program_id(0), max_tiles, tl.cdiv(N, COLS), GROUP)
+    expert = tl.load(map_ptr + tile * 4)
+    begin = tl.load(map_ptr + tile * 4 + 1)
+    end = tl.load(map_ptr + tile * 4 + 2)
+    if (expert < 0) | (begin >= end):
+        return
+    place = begin + tl.arange(0, ROWS)
+    row = tl.minimum(place, end - 1)
+    col = block * COLS + tl.arange(0, COLS)
+    columns = col < N
+    stored = (place < end)[:, None] & columns[None, :]
+    target = row_offset(source_of(order_ptr, row, place >= 0, TARGET, TOP_K), N)
+    out_at = out_ptr + target[:, None] + col[None, :]
+    if expert >= E:
+        tl.store(out_at, tl.zeros([ROWS, COLS], out_ptr.dtype.element_ty), mask=stored)
+        return
+    depth = tl.arange(0, DEPTH)
+    source = source_of(order_ptr, row, place >= 0, SOURCE, TOP_K)
+    a_at = a_ptr + row_offset(source, a_row)[:, None] + row_offset(depth, a_col)[None, :]
+    b_at = b_ptr + row_offset(expert, b_expert) + row_offset(depth, b_row)[:, None] + row_offset(col, b_col)[None, :]
+    total = contract(
+        a_at, b_at, DEPTH * a_col, row_offset(DEPTH, b_row), columns, K, ROWS, COLS, DEPTH, EVEN_K, EVEN_N, PRECISION
+    )
+    tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def halves(block, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The left and the right half of the columns of a block; both lie in the threads that hold the whole."""
+    return tl.split(tl.permute(tl.reshape(block, [ROWS, 2, COLS // 2]), [0, 2, 1]))
+
+
+@triton.jit
+def store_gated(pre_ptr, act_ptr, gate, up, weight, row, inside, col, INNER):
+    """Stores gate and up in pre, and w · silu(gate) · up in act, at columns `col` of rows `row`."""
+    stored = inside[:, None] & (col < INNER)[None, :]
+    pre_at = pre_ptr + row_offset(row, 2 * INNER)[:, None] + col[None, :]
+    tl.store(pre_at, gate.to(pre_ptr.dtype.element_ty), mask=stored)
+    tl.store(pre_at + INNER, up.to(pre_ptr.dtype.element_ty), mask=stored)
+    act = gate * tl.sigmoid(gate) * up * weight[:, None]
+    act_at = act_ptr + row_offset(row, INNER)[:, None] + col[None, :]
+    tl.store(act_at, act.to(act_ptr.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def gated_rows(
+    x_ptr, gate_up_ptr, weight_ptr, pre_ptr, act_ptr, order_ptr, map_ptr, x_row, bank_expert, bank_row, E, D, INNER,
+    max_tiles,
+    TOP_K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`pre = x[token] · gate_up_eᵀ` [R, 2I], gate then up; `act = w · silu(gate) · up` [R, I]: COLS columns of each.
+
+    One product of 2 COLS columns, half of them gate rows of the bank and half up rows; half of its results at a time
+    go through the GLU, since all of them do not fit in the registers.
+    """
+    tile, block = place_of(tl.program_id(0), max_tiles, tl.cdiv(INNER, COLS), GROUP)
+    expert = tl.load(map_ptr + tile * 4)
+    begin = tl.load(map_ptr + tile * 4 + 1)
+    end = tl.load(map_ptr + tile * 4 + 2)
+    if (expert < 0) | (expert >= E) | (begin >= end):
+        return
+    place = begin + tl.arange(0, ROWS)
+    row = tl.minimum(place, end - 1)
+    slot = tl.load(order_ptr + row)
+    pair = tl.arange(0, 2 * COLS)
+    within = block * COLS + pair % COLS
+    depth = tl.arange(0, DEPTH)
+    a_at = x_ptr + row_offset(slot // TOP_K, x_row)[:, None] + depth[None, :]
+    bank = row_offset(within + pair // COLS * INNER, bank_row)
+    b_at = gate_up_ptr + row_offset(expert, bank_expert) + depth[:, None] + bank[None, :]
+    total = contract(a_at, b_at, DEPTH, DEPTH, within < INNER, D, ROWS, 2 * COLS, DEPTH, EVEN_K, EVEN_N, PRECISION)
+    weight = tl.load(weight_ptr + slot).to(tl.float32)
+    gate, up = halves(total, ROWS, 2 * COLS)
+    gate_first, gate_second = halves(gate, ROWS, COLS)
+    up_first, up_second = halves(up, ROWS, COLS)
+    inside = place < end
+    col = block * COLS + tl.arange(0, COLS // 2)
+    store_gated(pre_ptr, act_ptr, gate_first, up_first, weight, row, inside, col, INNER)
+    store_gated(pre_ptr, act_ptr, gate_second, up_second, weight, row, inside, col + COLS // 2, INNER)
