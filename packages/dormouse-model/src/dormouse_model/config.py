@@ -195,3 +195,16 @@ def dotted_keys(kind: type[Section], prefix: str = "") -> list[str]:
         else:
             keys.append(prefix + name)
     return keys
+
+
+__all__ = [
+    "ConfigError",
+    "ExpertsSection",
+    "KDASection",
+    "ModelConfig",
+    "ModelSection",
+    "Section",
+    "named_configs",
+    "read_config",
+    "validate",
+]

@@ -323,3 +323,16 @@ def refused_on_resume(saved: Config, asked: Config, step: int) -> dict[str, tupl
     extends = all(begin is not None and step <= begin for begin in begins)
     allowed = PROGRESS_KEYS | ({"train.steps"} if extends else set())
     return {key: values for key, values in differences.items() if key not in allowed}
+
+
+__all__ = [
+    "PROGRESS_KEYS",
+    "CheckpointSection",
+    "Config",
+    "DataSection",
+    "EvalSection",
+    "LogSection",
+    "OptimSection",
+    "TrainSection",
+    "load_config",
+]

@@ -25,3 +25,8 @@ def out_of_memory(error: BaseException) -> str | None:
     lowered = text.lower()
     said = any(words in lowered for words in ("out of memory", "not enough memory", "can't allocate memory"))
     return text.splitlines()[0].rstrip(".") if isinstance(error, RuntimeError) and said else None
+
+
+__all__ = [
+    "UserError",
+]

@@ -73,3 +73,10 @@ def _step(written: object) -> int | None:
 
 def _plain(value: Value) -> Value:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+__all__ = [
+    "Metrics",
+    "Value",
+    "read",
+]
