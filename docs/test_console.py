@@ -68,10 +68,13 @@ def parse(command: Any, name: str, words: list[str], parent: Any = None) -> None
 
 
 def without_uv(words: list[str]) -> list[str]:
-    """`uv run --package X script ...` as `script ...`."""
+    """`uv run --package X --group Y script ...` as `script ...`."""
     if words[:2] != ["uv", "run"]:
         return words
-    return words[4:] if words[2] == "--package" else words[2:]
+    rest = words[2:]
+    while rest[0] in ("--package", "--group"):
+        rest = rest[2:]
+    return rest
 
 
 def sessions_exist(words: list[str]) -> bool:

@@ -30,6 +30,11 @@ def test_help_loads_nothing_heavy():
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
+def test_the_command_runs_as_a_module_where_no_script_is_installed():
+    command = [sys.executable, "-m", "dormouse_bench", "moe", "--help"]
+    assert "--commit" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
 def test_experts_prints_both_ratios_and_keeps_its_rows(run, tmp_path):
     done = run("experts", "--device", "cpu", "--rounds", "1", "--out", str(tmp_path / "rows.json"))
     assert done.exit_code == 0, done.output

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from dormouse_bench import rows
 from dormouse_bench.rows import COLUMNS, Origin, Row, RowsError, origin, read, write
 from pydantic import ValidationError
 
@@ -80,6 +81,19 @@ def test_origin_names_this_machine_and_stack():
     here = origin("cpu")
     assert here.torch == torch.__version__
     assert f"{torch.get_num_threads()} threads" in here.machine
+
+
+def test_a_tree_without_git_is_told_its_commit(monkeypatch):
+    monkeypatch.setattr(rows, "_commit", lambda: "unknown")
+    assert origin("cpu", "0123456789ab").commit == "0123456789ab"
+    with pytest.raises(ValueError, match="first twelve hexadecimal digits"):
+        origin("cpu", "0123456789AB")
+
+
+def test_git_is_believed_before_the_option(monkeypatch):
+    monkeypatch.setattr(rows, "_commit", lambda: "0123456789ab-dirty")
+    with pytest.raises(ValueError, match="git says 0123456789ab-dirty"):
+        origin("cpu", "0123456789ab")
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)

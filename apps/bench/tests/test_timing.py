@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+import warnings
 
 import pytest
-from dormouse_bench.timing import peak_extra_bytes, race
+import torch
+from dormouse_bench.timing import host_syncs, median_ms, peak_extra_bytes, race
 
 
 def test_arms_take_turns_and_the_first_runs_twice_a_round():
@@ -47,3 +49,33 @@ def test_a_race_of_no_rounds_is_refused():
 
 def test_a_cpu_counts_no_bytes():
     assert peak_extra_bytes(lambda: None, "cpu") is None
+
+
+def test_a_median_is_of_at_least_three_calls_and_fills_its_budget(monkeypatch):
+    now, costs = [0.0], iter([9.0, 0.001, 0.007, 0.002, 0.002, 0.002])
+
+    def work():
+        now[0] += next(costs)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    assert median_ms(work, "cpu", budget_ms=11) == pytest.approx(2.0)  # 1, 7, 2, 2: the warm-up does not count
+    assert next(costs) == 0.002
+
+
+def test_every_wait_for_the_device_counts_and_other_warnings_do_not(monkeypatch):
+    modes = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def work(fail=False):
+        for _ in range(3):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+        if fail:
+            raise ValueError
+
+    assert host_syncs(work, "cuda") == 3
+    with pytest.raises(ValueError):
+        host_syncs(lambda: work(fail=True), "cuda")
+    assert modes == ["warn", 0] * 2
+    assert host_syncs(work, "cpu") is None

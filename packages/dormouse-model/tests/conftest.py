@@ -13,7 +13,11 @@ from dormouse_model.config import validate
 TINY: dict[str, dict[str, Any]] = {
     "model": {"d_model": 24, "num_heads": 3, "head_dim": 8, "iterations": 2},
     "experts": {"num_experts": 5, "top_k": 2, "rank": 4, "shared_rank": 6, "d_ffn": 37},
+    # One table indexed exactly and two hashed, with more n-grams than rows.
+    "engram": {"enabled": True, "orders": [1, 2, 4], "rows": 300, "dim": 8},
 }
+HOMES = {"memory_max": "model", "mixer": "model", "allow_fallback": "kda"}
+"""Sections of keys that the tiny configuration leaves at their defaults, where it is not `experts`."""
 
 
 @pytest.fixture
@@ -24,7 +28,7 @@ def tiny_config() -> Callable[..., ModelConfig]:
         tables = {section: dict(keys) for section, keys in TINY.items()} | {"kda": {}}
         for key, value in changes.items():
             section = next((name for name, keys in TINY.items() if key in keys), None)
-            section = section or ("model" if key == "memory_max" else "kda" if key == "allow_fallback" else "experts")
+            section = section or HOMES.get(key, "experts")
             tables[section][key] = value
         return validate(ModelConfig, tables)
 
@@ -38,10 +42,13 @@ def tiny(tiny_config: Callable[..., ModelConfig]) -> Dormouse:
 
 
 def lively(model: Dormouse) -> Dormouse:
-    """Gates away from zero and a head of usual size, so that no path is nearly shut."""
+    """Gates away from zero, a head of usual size, tables and taps that say something: no path is nearly shut."""
     source = torch.Generator().manual_seed(1)
+    engram = model.block.memory.engram
+    bias = model.get_parameter(f"block.{model.config.model.mixer}.gate_up.bias")
+    filled = [model.head.weight, model.block.controller.weight, bias]
     with torch.no_grad():
-        for parameter in (model.head.weight, model.block.controller.weight, model.block.kda.gate_up.bias):
+        for parameter in filled + ([] if engram is None else [engram.tables, engram.conv.weight]):
             parameter.copy_(torch.randn(parameter.shape, generator=source) * parameter.shape[-1] ** -0.5)
     return model
 

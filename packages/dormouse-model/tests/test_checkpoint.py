@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from dormouse_model import Dormouse, load
+from dormouse_model import Dormouse, checkpoint, load
 from dormouse_model.checkpoint import (
     CheckpointError,
     checkpoint_folder,
@@ -31,6 +32,11 @@ top_k = 2
 rank = 4
 shared_rank = 6
 d_ffn = 37
+[engram]
+enabled = true
+orders = [1, 2, 4]
+rows = 300
+dim = 8
 [train]
 steps = 400
 """
@@ -72,7 +78,7 @@ def test_the_newest_checkpoint_is_the_model_that_was_saved(run, tiny, bytes_of):
     loaded = load(run)
     assert all(torch.equal(loaded.state_dict()[n], t) for n, t in tiny.state_dict().items())
     assert torch.equal(loaded(bytes_of(2, 20)).logits, tiny(bytes_of(2, 20)).logits)
-    assert torch.equal(loaded.block.experts.down.weight[:, 37:], torch.zeros(24, 11))
+    assert torch.equal(loaded.get_parameter("block.experts.down.weight")[:, 37:], torch.zeros(24, 11))
 
 
 def test_a_step_can_be_asked_for(run):
@@ -177,3 +183,42 @@ def test_a_whole_checkpoint_verifies_to_its_manifest(run):
     manifest = verify(checkpoint_folder(run, 3))
     assert manifest["step"] == 3
     assert set(manifest["files"]) == {"model.safetensors", "state.json"}
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(run):
+    checkpoint_folder(run, 10).rename(checkpoint_folder(run, 12))
+    assert "step-12 is that of step 10; give it back its name" in complaint(run)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json"])
+def test_a_manifest_that_leaves_out_a_part_is_damaged(run, name):
+    path = checkpoint_folder(run, 10) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["files"][name]
+    path.write_text(json.dumps(manifest))
+    assert "manifest.json is damaged" in complaint(run)
+
+
+@pytest.mark.parametrize("when", ["verify", "read_part"])
+def test_a_checkpoint_that_a_run_in_progress_replaces_while_it_is_read_is_passed_over_for_the_newer(
+    run, tiny, when, monkeypatch
+):
+    real = getattr(checkpoint, when)
+
+    def replaced(folder, *rest):
+        if folder.name == "step-10" and not checkpoint_folder(run, 20).exists():
+            publish(run, 20, tiny)
+            shutil.rmtree(folder)
+        return real(folder, *rest)
+
+    with torch.no_grad():
+        tiny.alpha.fill_(20)
+    monkeypatch.setattr(checkpoint, when, replaced)
+    assert load(run).alpha == 20
+    with pytest.raises(CheckpointError, match="step-10 does not exist"):
+        load(run, step=10)
+
+
+def test_a_name_with_a_leading_zero_is_no_step(run):
+    checkpoint_folder(run, 10).rename(run / "checkpoints" / "step-010")
+    assert steps(run) == [3]

@@ -48,7 +48,7 @@ def test_every_named_configuration_is_valid(name):
 def test_nano_is_between_half_a_million_and_a_million_parameters():
     from dormouse_model import ledger
 
-    assert 500_000 <= ledger("nano").total <= 1_000_000
+    assert 500_000 <= ledger("nano")["total"] <= 1_000_000
 
 
 def test_defaults_are_filled_in():

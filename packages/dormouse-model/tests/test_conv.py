@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from dormouse_model.kda.conv import causal_conv
+from dormouse_model.conv import causal_conv
 
 
 def draw(length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

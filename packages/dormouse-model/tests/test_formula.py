@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dormouse_model import Dormouse
+from dormouse_model.engram.ngrams import ngram_rows
 from dormouse_model.kda import KDA
 from dormouse_model.kda.recurrent import recurrent_delta_rule
 from dormouse_model.norm import RMS_EPS, UNIT_EPS
@@ -47,6 +48,26 @@ def mixer(kda: KDA, u: Tensor) -> Tensor:
     return linear(rms(output, weights["norm.weight"]).flatten(-2) * gate, "o_proj")
 
 
+def engram(model: Dormouse, ids: Tensor, u: Tensor) -> Tensor:
+    """Engram from its rows, for one sequence after another, `u` [B, T, d]."""
+    layer = model.block.memory.engram
+    assert layer is not None
+    w, orders = dict(layer.named_parameters()), (1, 2, 4)
+    starts, read = {1: 0, 2: 256, 4: 556}, u.new_zeros(*ids.shape, 3, 8)
+    for b, text in enumerate(ids.tolist()):
+        for t in range(len(text)):
+            for i, n in enumerate(orders):
+                if t + 1 >= n:
+                    gram = torch.tensor([text[t + 1 - n : t + 1]])
+                    row = ngram_rows(gram, torch.full((1, 3), -1), n, 300, 0)[0, -1]
+                    read[b, t, i] = w["tables"][starts[n] + row]
+    key, value = (read.flatten(-2) @ w[f"{name}.weight"].mT for name in ("key", "value"))
+    affinity = (rms(u, w["query_norm.weight"]) * rms(key, w["key_norm.weight"])).sum(-1, keepdim=True) / 24**0.5
+    taken = affinity.sigmoid() * value
+    normed = F.pad(rms(taken, w["conv_norm.weight"]).mT, (3, 0))
+    return taken + F.silu(F.conv1d(normed, w["conv.weight"], groups=24)).mT
+
+
 @pytest.fixture
 def model(tiny: Dormouse) -> Dormouse:
     """Tiny, in fp64, no parameter at a value that hides it: no norm weight or alpha of 1, no A_log or bias of 0."""
@@ -71,7 +92,7 @@ def test_the_model_is_its_formula(model, bytes_of):
         u = rms(h + model.iteration_embedding[i], block.norm.weight)
         ga, gm, gf = torch.sigmoid(torch.cat([u, x], -1) @ block.controller.weight.mT).split(1, -1)
         experts, _, counts = block.experts(u.flatten(0, 1))
-        memory = (1 - 0.5 * gm) * (u @ block.memory.weight.mT)
+        memory = 0.5 * gm * engram(model, ids, u) + (1 - 0.5 * gm) * (u @ block.memory.weight.mT)
         h = h + model.alpha * (ga * mixer(block.kda, u) + memory + gf * experts.view_as(u))
         out = out + h @ model.readout.weight.mT
         losses.append(balance_loss(block.experts.router(u.flatten(0, 1)).probabilities, counts))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from dormouse_kernels import Counters
-from dormouse_model.kda import selection
+from dormouse_model.kda import op, selection
 from dormouse_model.kda.op import kda
 from dormouse_model.kda.recurrent import recurrent_delta_rule
 from dormouse_model.kda.selection import REASONS, Choice, choose, refuse_fallback
@@ -22,25 +22,29 @@ SERVED: dict[str, Any] = {
     "heads": 32,
     "head_dim": 64,
     "needs_grad": True,
+    "lower_bound": -5.0,
     "fla_version": "0.5.2",
 }
 CASES: list[tuple[dict[str, Any], selection.Implementation, selection.Reason]] = [
     ({}, "fla", "supported"),
     ({"fla_version": "0.6.0"}, "fla", "supported"),
-    ({"device_type": "cpu", "fla_version": None}, "torch", "cpu_device"),
+    ({"device_type": "cpu", "fla_version": None}, "bounded", "cpu_device"),
+    ({"device_type": "cpu", "fla_version": None, "lower_bound": -5.1}, "chunk", "cpu_device"),
+    ({"device_type": "cpu", "fla_version": None, "lower_bound": None}, "chunk", "cpu_device"),
     ({"length": 1, "needs_grad": False}, "recurrent", "one_byte"),
     ({"length": 1}, "fla", "supported"),
-    ({"requested": "torch"}, "torch", "forced"),
+    ({"requested": "torch"}, "bounded", "forced"),
+    ({"requested": "torch", "lower_bound": None}, "chunk", "forced"),
     ({"requested": "recurrent"}, "recurrent", "forced"),
     ({"requested": "fla"}, "fla", "forced"),
-    ({"fla_version": None}, "torch", "fla_missing"),
-    ({"fla_version": "0.4.2"}, "torch", "fla_version"),
-    ({"fla_version": "0.7.0"}, "torch", "fla_version"),
-    ({"dtype": torch.float32}, "torch", "dtype"),
-    ({"head_dim": 8}, "torch", "head_dim"),
-    ({"head_dim": 257}, "torch", "head_dim"),
-    ({"batch": 2048}, "torch", "grid_limit"),
-    ({"length": 65_536}, "torch", "int32_offsets"),
+    ({"fla_version": None}, "bounded", "fla_missing"),
+    ({"fla_version": "0.4.2"}, "bounded", "fla_version"),
+    ({"fla_version": "0.7.0"}, "bounded", "fla_version"),
+    ({"dtype": torch.float32}, "bounded", "dtype"),
+    ({"head_dim": 8}, "bounded", "head_dim"),
+    ({"head_dim": 257}, "bounded", "head_dim"),
+    ({"batch": 2048}, "bounded", "grid_limit"),
+    ({"length": 65_536}, "bounded", "int32_offsets"),
 ]
 
 
@@ -141,8 +145,21 @@ def test_calls_are_counted_by_implementation_and_phase():
         with counters.phase("recompute"):
             kda(**arguments(5), **GATED)
         kda(**arguments(1), **GATED)
-    assert counters.snapshot() == {"kda/forward/torch": 1, "kda/recompute/torch": 1, "kda/decode/recurrent": 1}
+    assert counters.snapshot() == {"kda/forward/bounded": 1, "kda/recompute/bounded": 1, "kda/decode/recurrent": 1}
     assert counters.fallbacks() == 0
+
+
+@pytest.mark.parametrize(("bound", "name"), [(-5.0, "bounded"), (-6.0, "chunk"), (None, "chunk")])
+def test_what_is_counted_is_what_ran(bound, name, monkeypatch):
+    ran = []
+    for each, rule in op.RULES.items():
+        monkeypatch.setitem(op.RULES, each, lambda *a, each=each, rule=rule, **o: ran.append(each) or rule(*a, **o))
+    given = arguments(5)
+    given["gate"] = -given["gate"].abs().clamp(max=4.9)
+    with Counters() as counters:
+        kda(**given, lower_bound=bound)
+    assert ran == [name]
+    assert counters.snapshot() == {f"kda/forward/{name}": 1}
 
 
 def test_a_single_byte_equals_the_chunk_of_one():
@@ -158,7 +175,7 @@ def test_a_single_byte_that_needs_a_gradient_gets_one():
     given["q"].requires_grad_()
     with Counters() as counters:
         output, _ = kda(**given, **GATED)
-    assert counters.snapshot() == {"kda/forward/torch": 1}
+    assert counters.snapshot() == {"kda/forward/bounded": 1}
     assert output.requires_grad
 
 

@@ -23,6 +23,11 @@ rank = 4
 shared_rank = 8
 d_ffn = 37
 
+[engram]
+enabled = true
+rows = 300
+dim = 8
+
 [train]
 batch = 2
 seq = 32

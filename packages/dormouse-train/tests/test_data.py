@@ -241,19 +241,74 @@ def test_a_second_opening_reads_the_same_bytes_from_the_manifest(tmp_path: Path)
     assert stored == second.manifest() == first.manifest()
 
 
-@pytest.mark.parametrize(
-    ("damage", "says"),
-    [
-        (lambda path: path.unlink(), "003.txt is missing"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"!"), "003.txt has changed"),
-    ],
-)
-def test_a_file_that_is_not_what_it_was_is_named(tmp_path: Path, damage, says: str):
+CHANGES = {
+    "is missing": lambda path: path.unlink(),
+    "has changed": lambda path: path.write_bytes(path.read_bytes()[:-1] + b"!"),
+    "has changed since": lambda path: (path.unlink(), os.mkfifo(path)),
+}
+
+
+@pytest.mark.parametrize(("says", "change"), CHANGES.items())
+@pytest.mark.parametrize("mapped", [True, False], ids=["mapped", "its pack damaged"])
+def test_a_file_that_is_not_what_it_was_is_named(tmp_path: Path, says: str, change, mapped: bool, monkeypatch):
+    if mapped:
+        monkeypatch.setattr(packing, "PACK_BELOW", 1)
     paths = many(tmp_path / "books", 5)
     opened(tmp_path / "run", tmp_path / "books")
-    damage(paths[3])
-    with pytest.raises(UserError, match=says):
+    if not mapped:
+        os.truncate(tmp_path / "run" / "data" / "train.bin", 99)
+    change(paths[3])
+    with pytest.raises(UserError, match=f"003.txt {says}"):
         opened(tmp_path / "run", tmp_path / "books")
+
+
+def test_a_copy_that_is_whole_stands_for_files_that_are_gone(tmp_path: Path):
+    paths = many(tmp_path / "books", 5)
+    with gzip.open(tmp_path / "books" / "more.gz", "wb") as file:
+        file.write(b"packed " * 99)
+    before = opened(tmp_path / "run", tmp_path / "books")
+    paths[2].unlink()
+    (tmp_path / "books" / "more.gz").write_bytes(b"no gzip")
+    after = opened(tmp_path / "run", tmp_path / "books")
+    assert content(after.train) == content(before.train)
+    assert content(after.heldout) == content(before.heldout)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        [],
+        [{"path": 1, "bytes": 9, "sha256": "", "train_bytes": 3}],
+        [{"path": "a", "bytes": "x", "sha256": "", "train_bytes": 3}],
+        [{"path": "a", "bytes": 2, "sha256": "", "train_bytes": 3}],
+    ],
+    ids=["none", "no path", "no number", "more to train on than there is"],
+)
+def test_a_manifest_that_no_run_wrote_is_named(tmp_path: Path, files: list[dict[str, object]]):
+    (tmp_path / "data.json").write_text(json.dumps({"schema": 1, "name": "x", "files": files}))
+    with pytest.raises(UserError, match=r"data.json is damaged"):
+        opened(tmp_path, tmp_path / "books")
+
+
+@pytest.mark.parametrize(("text", "says"), [("", "a path is empty"), ("~nobody-of-that-name/x", "does not exist")])
+def test_a_path_that_is_empty_or_of_nobody_is_refused(text: str, says: str):
+    with pytest.raises(UserError, match=says):
+        find([text])
+
+
+def test_a_folder_that_contains_itself_is_read_once(tmp_path: Path):
+    paths = many(tmp_path / "books", 2)
+    (tmp_path / "books" / "up").symlink_to("..")
+    (tmp_path / "books" / "self").symlink_to("self")
+    os.mkfifo(tmp_path / "books" / "pipe")
+    assert [source.name for source in find([str(tmp_path / "books")])] == list(map(str, paths))
+
+
+def test_names_need_not_be_utf8(tmp_path: Path):
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / os.fsdecode(b"\xff\xfe.txt")).write_bytes(b"words " * 99)
+    first = opened(tmp_path / "run", tmp_path / "books")
+    assert content(opened(tmp_path / "run", tmp_path / "books").train) == content(first.train)
 
 
 def test_a_damaged_pack_is_packed_again(tmp_path: Path):

@@ -19,17 +19,28 @@ def model() -> Dormouse:
     return Dormouse(load_config(TINY).architecture)
 
 
-def test_every_parameter_of_the_model_is_in_exactly_one_group(model: Dormouse) -> None:
-    names = [name for group in assign(model.named_parameters()) for name in group.parameters]
-    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+@pytest.fixture(scope="module")
+def arms() -> list[Dormouse]:
+    """The models that are compared with it."""
+    return [
+        Dormouse(load_config(TINY, [arm]).architecture)
+        for arm in ("experts.kind=dense", "model.mixer=sdpa", "engram.enabled=false")
+    ]
 
 
-def test_no_rule_is_without_a_parameter(model: Dormouse) -> None:
-    assert [group.rule for group in assign(model.named_parameters())] == list(RULES)
+def test_every_parameter_of_the_model_is_in_exactly_one_group(model: Dormouse, arms: list[Dormouse]) -> None:
+    for each in (model, *arms):
+        names = [name for group in assign(each.named_parameters()) for name in group.parameters]
+        assert sorted(names) == sorted(name for name, _ in each.named_parameters())
+
+
+def test_no_rule_is_without_a_parameter(model: Dormouse, arms: list[Dormouse]) -> None:
+    names = {name for each in (model, *arms) for name, _ in each.named_parameters()}
+    assert [group.rule for group in assign(model.named_parameters())] == [r for r in RULES if r.name != "experts"]
     for rule in RULES:
         for pattern in rule.patterns:
             alone = Rule("alone", "adamw", (pattern,))
-            assert any(alone.claims(name) for name, _ in model.named_parameters()), pattern
+            assert any(map(alone.claims, names)), pattern
 
 
 def test_muon_gets_the_factors_and_the_dense_matrices_and_nothing_else(model: Dormouse) -> None:
@@ -39,9 +50,12 @@ def test_muon_gets_the_factors_and_the_dense_matrices_and_nothing_else(model: Do
     assert {name for name, method in methods.items() if method == "muon"} == {
         "readout.weight",
         "block.memory.weight",
+        "block.memory.engram.key.weight",
+        "block.memory.engram.value.weight",
         "block.experts.down.weight",
         *(f"block.kda.{part}_proj.weight" for part in "qkvo"),
     }
+    assert {name for name, method in methods.items() if method == "sparse"} == {"block.memory.engram.tables"}
 
 
 def test_only_dense_matrices_decay() -> None:

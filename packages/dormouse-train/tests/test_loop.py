@@ -89,7 +89,7 @@ def test_a_step_line_has_the_keys_of_the_schema_and_the_counters(tmp_path, confi
         *("step", "loss", "train_bpb", "lr", "grad_norm", "bytes_per_second", "seconds"),
         *("skipped", "dead_experts", "max_expert_load", "memory_bytes"),
     }
-    assert line["counters.kda/forward/torch"] == 2
+    assert line["counters.kda/forward/bounded"] == 2
     assert line["lr"] == pytest.approx(0.5 * load_config(TINY).train.lr)
 
 
@@ -132,7 +132,7 @@ def test_a_signal_finishes_the_step_saves_and_a_resume_ends_as_if_it_had_not_com
     left, right = tensors(whole, 8), tensors(cut, 8)
     assert left.keys() == right.keys()
     assert all(torch.equal(value, right[name]) for name, value in left.items())
-    keys = ("step", "loss", "train_bpb", "lr", "grad_norm", "heldout_bpb", "counters.kda/forward/torch")
+    keys = ("step", "loss", "train_bpb", "lr", "grad_norm", "heldout_bpb", "counters.kda/forward/bounded")
     assert [[line.get(k) for k in keys] for line in read(whole)] == [[line.get(k) for k in keys] for line in read(cut)]
 
 
@@ -163,7 +163,7 @@ def test_a_stop_is_not_kept_waiting_and_what_it_cut_off_is_done_on_resume(
     ended, uncut = (loop.train(config, each, resume=True) for each in (cut, whole))
     assert replace(ended, run=whole) == uncut
     assert {path.name for path in (cut / "samples").iterdir()} == {"step-4.txt", "step-8.txt"}
-    keys = ("step", "loss", "heldout_bpb", "counters.kda/forward/torch")
+    keys = ("step", "loss", "heldout_bpb", "counters.kda/forward/bounded")
     assert [[line.get(k) for k in keys] for line in read(whole)] == [[line.get(k) for k in keys] for line in read(cut)]
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 TINY = str(Path(__file__).parent / "tiny.toml")
 BANK = "block.experts.gate_up_proj"
 DOWN = "block.experts.down.weight"
+TABLES = "block.memory.engram.tables"
 WIDTH = 37
 
 
@@ -28,12 +29,14 @@ def build(*sets: str) -> tuple[Dormouse, Optimizer, Config]:
 
 
 def draw_gradients(model: Dormouse, seed: int, scale: float = 1.0) -> dict[str, Tensor]:
-    """Gaussian gradients in every `.grad`, zero in pad columns as the model's own are; returned by name."""
+    """Gaussian gradients in every `.grad`, zero in pad columns and sparse as the model's own are; returned by name."""
     source = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
         p.grad = (torch.randn(p.shape, generator=source) * scale).to(p.dtype)
         if name == DOWN:
             p.grad[:, WIDTH:] = 0
+        elif name == TABLES:
+            p.grad = p.grad.to_sparse(1)
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -105,7 +108,7 @@ def test_an_update_does_not_depend_on_the_gradients_scale() -> None:
         after = everything(model, optimizer) | {f.name: f.master() for f in model.factors()}
         muons = [name.removeprefix("momentum.") for name in after if name.startswith("momentum.")]
         moved.append({name: after[name] - before[name] for name in muons})
-    assert len(moved[1]) == 11
+    assert len(moved[1]) == 13
     for name, middle in moved[1].items():
         for other in (moved[0], moved[2]):
             assert float((other[name] - middle).norm() / middle.norm()) < 1e-3, name
@@ -140,6 +143,30 @@ def test_experts_without_a_gradient_keep_parameters_and_momentum_while_others_mo
         for name in (factor.name, f"{factor.name}_low", f"momentum.{factor.name}"):
             same = [torch.equal(before[name][e], after[name][e]) for e in range(5)]
             assert same == [False, True, False, True, False], name
+
+
+def test_dense_experts_move_by_the_rate_gate_and_up_apart_and_rest_without_a_gradient() -> None:
+    model, optimizer, _ = build("experts.kind=dense", "optim.nesterov=false", "optim.weight_decay=0.1")
+    name = "block.experts.swiglu.gate_up_proj"
+    draw_gradients(model, 0)
+    optimizer.step(1.0)
+    before = everything(model, optimizer)
+    draw_gradients(model, 1)
+    grad = model.get_parameter(name).grad
+    assert grad is not None
+    width = grad.shape[1] // 2
+    grad[[1, 3]], grad[2, :width] = 0, 0
+    optimizer.step(1.0)
+    after = everything(model, optimizer)
+    moved = (after[name] - before[name]).unflatten(1, (2, width))
+    assert [[bool(half.any()) for half in expert] for expert in moved] == [
+        *([True, True], [False, False], [False, True], [False, False], [True, True])
+    ]
+    kept = [torch.equal(before[f"momentum.{name}"][e], after[f"momentum.{name}"][e]) for e in range(5)]
+    assert kept == [False, True, False, True, False]
+    # Singular values of the update are those of a polar factor, for each matrix by itself.
+    values = torch.linalg.svdvals(moved[[0, 4]].flatten(0, 1)) / (0.02 * max(1.0, width / 24) ** 0.5)
+    assert float((values - 1).abs().median()) < 0.1
 
 
 def test_half_an_expert_without_a_gradient_rests_alone() -> None:
@@ -279,6 +306,7 @@ def test_the_table_counts_every_number_once() -> None:
     by_name = {row.group: row for row in rows}
     assert by_name["factors"].rate == config.train.lr * config.optim.muon_lr
     assert by_name["head"].rate == config.train.lr * config.optim.adam_lr
+    assert (by_name["tables"].rate, by_name["tables"].decay) == (5 * by_name["head"].rate, 0.0)
     assert (by_name["factors"].decay, by_name["dense"].decay, by_name["head"].decay) == (0.0, 0.1, 0.0)
 
 

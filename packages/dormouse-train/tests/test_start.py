@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Generator
 from pathlib import Path
@@ -10,7 +11,7 @@ import dormouse_train
 import pytest
 import torch
 from dormouse_model.config import ConfigError
-from dormouse_train import loop
+from dormouse_train import loop, start
 from dormouse_train.commands import evaluate, generate
 from dormouse_train.config import load_config
 from dormouse_train.errors import UserError
@@ -211,5 +212,61 @@ def test_a_full_device_is_a_sentence_with_the_mend(monkeypatch: pytest.MonkeyPat
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore advice.")
 
     monkeypatch.setattr(loop, "train", full)
-    with pytest.raises(UserError, match=r"^train: CUDA out of memory.*2.00 GiB; lower train.batch"):
+    with pytest.raises(UserError, match=r"^train: CUDA out of memory.*2.00 GiB; free memory and go on with --resume"):
         train("run")
+
+
+@pytest.mark.parametrize("key", ["train.batch", "train.accumulate", "train.seq"])
+def test_a_full_memory_tells_a_resume_to_change_nothing_that_it_would_refuse(key, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    train("run", train_steps=1)
+    monkeypatch.setattr(loop, "train", full)
+    with pytest.raises(UserError) as told:
+        dormouse_train.train(run="run", resume=True)
+    of_a_resume, _, of_a_new_run = str(told.value).partition("or start a new run with")
+    assert "--resume" in of_a_resume
+    assert key in of_a_new_run
+    with pytest.raises(UserError, match=f"was begun with {key}"):
+        dormouse_train.train(run="run", resume=True, sets=[f"{key}=3"])
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_the_data_are_opened_once_at_a_start(resume: bool, monkeypatch: pytest.MonkeyPatch):
+    if resume:
+        train("run", train_steps=1)
+    opened = []
+    for module in (start, loop):
+        real = module.open_corpus
+        monkeypatch.setattr(module, "open_corpus", lambda *a, real=real: opened.append(1) or real(*a))
+    if resume:
+        dormouse_train.train(run="run", resume=True)
+    else:
+        train("run", train_steps=1)
+    assert len(opened) == 1
+
+
+def test_a_run_that_has_lost_its_manifest_is_refused_and_not_given_another():
+    train("run", train_steps=1)
+    (Path("run") / "data.json").unlink()
+    Path("words.txt").write_bytes(b"other bytes than those it was trained on\n" * 99)
+    for again in (lambda: dormouse_train.train(run="run", resume=True), lambda: evaluate.command(Path("run"), [])):
+        with pytest.raises(UserError, match=r"run/data.json is missing since the run began; put it back"):
+            again()
+    assert not (Path("run") / "data.json").exists()
+
+
+@pytest.mark.parametrize("left", ["nothing", "other words", "a pipe"])
+def test_a_run_whose_packs_are_whole_needs_its_source_no_more(left: str):
+    train("whole", train_steps=4)
+    train("run", train_steps=4, checkpoint_every=2)
+    shutil.rmtree(Path("run") / "checkpoints" / "step-4")
+    source = Path("words.txt")
+    source.unlink()
+    if left == "other words":
+        source.write_bytes(b"other words" * 99)
+    elif left == "a pipe":
+        os.mkfifo(source)
+    dormouse_train.train(run="run", resume=True)
+    assert_equal(model("run", 4), model("whole", 4))

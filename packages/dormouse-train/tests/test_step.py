@@ -17,6 +17,7 @@ from dormouse_train.step import StepResult, clip_coefficient, global_norm, train
 from torch import Tensor
 
 TINY = str(Path(__file__).parent / "tiny.toml")
+TABLES = "block.memory.engram.tables"
 CPU = torch.device("cpu")
 TEXT = np.random.default_rng(0).integers(97, 123, 4000).astype(np.uint8)
 
@@ -37,12 +38,20 @@ class Training:
     def state(self) -> dict[str, Tensor]:
         return {k: v.clone() for k, v in (self.model.state_dict() | self.optimizer.state_dict()).items()}
 
+    def dense(self) -> list[Tensor]:
+        return [p.grad for p in self.model.parameters() if p.grad is not None and not p.grad.is_sparse]
+
+    def table_gradient(self) -> Tensor:
+        grad = self.model.get_parameter(TABLES).grad
+        assert grad is not None
+        return grad.coalesce()
+
     def poison(self, value: float, name: str = "block.experts.scale") -> torch.utils.hooks.RemovableHandle:
         """Make one number of `name`'s gradient `value` until the handle is removed."""
 
         def replaced(grad: Tensor) -> Tensor:
-            grad = grad.clone()
-            grad.view(-1)[3] = value
+            grad = grad.coalesce() if grad.is_sparse else grad.clone()
+            (grad.values() if grad.is_sparse else grad).view(-1)[3] = value
             return grad
 
         return self.model.get_parameter(name).register_hook(replaced)
@@ -53,7 +62,7 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("name", ["block.experts.scale", "block.experts.v"])
+@pytest.mark.parametrize("name", ["block.experts.scale", "block.experts.v", TABLES])
 def test_a_step_that_is_not_finite_changes_nothing_and_the_next_one_is_as_if_it_had_not_been(value, name) -> None:
     poisoned, clean = Training(), Training()
     for training in (poisoned, clean):
@@ -63,7 +72,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_the_next_one_is_as_if_it_
     result = poisoned.step(1)
     handle.remove()
     assert result.skipped
-    assert not math.isfinite(result.grad_norm)
+    assert math.isfinite(result.grad_norm) == (name == TABLES)
     assert equal(before, poisoned.state())
     assert not poisoned.step(2).skipped
     clean.step(2)
@@ -88,8 +97,7 @@ def test_a_gradient_of_1e20_is_clipped_to_the_bound_and_not_lost() -> None:
     handle.remove()
     assert not result.skipped
     assert result.grad_norm == pytest.approx(1e20, rel=1e-6)
-    grads = [p.grad for p in training.model.parameters() if p.grad is not None]
-    assert global_norm(grads) == pytest.approx(0.5, rel=1e-5)
+    assert global_norm(training.dense()) == pytest.approx(0.5, rel=1e-5)
     # The planted variant: squares in fp32 are infinite, and the gradients would all have become zero.
     naive = torch.stack([torch.full((1,), 1e20).square().sum()]).sqrt()
     assert torch.isinf(naive).all()
@@ -98,8 +106,32 @@ def test_a_gradient_of_1e20_is_clipped_to_the_bound_and_not_lost() -> None:
 def test_gradients_below_the_bound_are_left_as_they_are() -> None:
     training = Training("train.clip=1e9")
     result = training.step(0)
-    grads = [p.grad for p in training.model.parameters() if p.grad is not None]
-    assert result.grad_norm == pytest.approx(global_norm(grads), rel=1e-12)
+    assert result.grad_norm == pytest.approx(global_norm(training.dense()), rel=1e-12)
+
+
+def test_tables_have_a_norm_and_a_clip_of_their_own() -> None:
+    usual, spiked = Training("train.clip=0.001"), Training("train.clip=0.001")
+    handle = spiked.poison(1e20, TABLES)
+    one, two = usual.step(0), spiked.step(0)
+    handle.remove()
+    # A spike of the tables leaves the norm and the dense gradients as they were, bit for bit; its own are clipped.
+    assert one.grad_norm == two.grad_norm
+    assert all(map(torch.equal, usual.dense(), spiked.dense()))
+    for training in (usual, spiked):
+        assert global_norm([training.table_gradient().values()]) == pytest.approx(0.001, rel=1e-5)
+
+
+def test_micro_batches_add_up_to_one_update_of_a_row() -> None:
+    training = Training("train.accumulate=4")
+    before = training.state()[TABLES]
+    training.step(0)
+    gradient = training.table_gradient()
+    rows = gradient.indices()[0]
+    assert len(rows) == len(rows.unique())
+    assert float(training.state()[f"updates.{TABLES}"]) == 1
+    moved = (training.state()[TABLES] != before).any(-1)
+    assert set(moved.nonzero().flatten().tolist()) <= set(rows.tolist())
+    assert int(moved.sum()) > 20
 
 
 def test_the_norm_is_of_all_tensors_together_whatever_their_dtype() -> None:
@@ -137,7 +169,9 @@ def test_accumulation_gives_the_loss_and_the_gradients_of_the_big_batch() -> Non
         assert q.grad is not None
         # An expert's own gradient is rounded to bf16 in every micro-batch, their sum is not.
         tolerance = 1e-2 if p.dtype == torch.bfloat16 else 1e-4
-        assert float((p.grad.float() - q.grad.float()).norm()) <= tolerance * float(p.grad.float().norm()), name
+        assert float((p.grad.to_dense().float() - q.grad.to_dense().float()).norm()) <= tolerance * float(
+            p.grad.to_dense().float().norm()
+        ), name
 
 
 def test_micro_batches_of_bf16_banks_are_summed_in_fp32() -> None:
@@ -183,8 +217,11 @@ def test_the_rate_of_the_step_reaches_the_optimizer(monkeypatch: pytest.MonkeyPa
     assert rates == [0.25, 0.5, 0.75]
 
 
-def test_a_repeated_text_is_learned() -> None:
-    training = Training("train.steps=60", "train.batch=8", "train.lr=0.05")
+@pytest.mark.parametrize(
+    "arm", ["engram.enabled=true", "engram.enabled=false", "experts.kind=dense", "model.mixer=sdpa"]
+)
+def test_a_repeated_text_is_learned(arm: str) -> None:
+    training = Training("train.steps=60", "train.batch=8", "train.lr=0.05", arm)
     repeated = np.tile(np.frombuffer(b"abcdefgh", np.uint8), 100)
     training.batches = Batches(ByteView([repeated]), batch=8, seq=16, seed=0)
     losses = [training.step(step).train_bpb for step in range(60)]

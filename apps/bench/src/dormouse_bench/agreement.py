@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 2e-2}
@@ -26,3 +28,9 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> float:
     if whole == 0:
         return 0.0 if apart == 0 else float("inf")
     return (apart / whole).sqrt().item()
+
+
+def farthest(got: Iterable[torch.Tensor], want: Iterable[torch.Tensor]) -> float:
+    """The largest distance of any pair; a NaN before any number."""
+    found = [distance(mine, theirs) for mine, theirs in zip(got, want, strict=True)]
+    return next((far for far in found if far != far), max(found))

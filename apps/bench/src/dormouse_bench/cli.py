@@ -84,8 +84,9 @@ def moe(
 
     where = _device(device)
     try:
+        shapes = command.names(shape, where)
         options = command.Options(
-            device=where, shapes=command.names(shape, where), arms=[arm for arm in arms.split(",") if arm],
+            device=where, shapes=shapes, arms=command.only(arms, shapes, where),
             budget_ms=ms, origin=origin(where, commit), trained=trained, out=out, markdown=markdown, picture=picture,
         )  # fmt: skip
         wrong = command.run(options)

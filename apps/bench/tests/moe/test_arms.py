@@ -8,11 +8,14 @@ from types import ModuleType
 
 import pytest
 import torch
+from dormouse_bench import timing
 from dormouse_bench.moe import arms, measure, peers, report, suite
 from dormouse_bench.moe.arms import Arm
 from dormouse_bench.moe.costs import Rates
+from dormouse_bench.moe.measure import Measured
 from dormouse_bench.moe.problem import make
 from dormouse_bench.moe.shapes import SHAPES, TINY
+from dormouse_bench.moe.suite import Result
 from dormouse_bench.rows import Origin
 
 HERE = Origin.model_validate(
@@ -155,3 +158,52 @@ def test_the_upstream_gradient_does_not_depend_on_the_padding():
     narrow, wide = (measure._upstream(torch.empty(5, width)) for width in (300, 304))
     assert torch.equal(narrow, wide[:, :300])
     assert torch.equal(narrow, measure._upstream(torch.empty(5, 300, dtype=torch.float64)).float())
+
+
+def test_ours_stands_beside_the_fastest_that_drops_nothing_and_a_faster_one_that_drops():
+    def timed(implementation, ms, dropped=0.0, disagreement=""):
+        return Measured("fwd", implementation, ms, None, None, dropped, 0.0, disagreement)
+
+    found = Result("b1", TINY, 4, 6, "", measured=[timed("triton", 2.0), timed("slow", 9.0), timed("whole", 5.0)])
+    assert report.summary(found)[1:] == ["b1 fwd: triton 2 ms, 2.50 times as fast as whole (5 ms)"]
+    found.measured += [timed("drops", 3.0, dropped=0.125), timed("wrong", 1.0, disagreement="out is off")]
+    assert report.summary(found)[1:3] == [
+        "b1 fwd: triton 2 ms, 2.50 times as fast as whole (5 ms)",
+        "b1 fwd: triton 2 ms, 1.50 times as fast as drops (3 ms, which drops 12.50% of the rows)",
+    ]
+
+
+def replaying(monkeypatch, broken=False):
+    """Stands in for CUDA: a graph is the work done again into the tensors of its capture."""
+
+    def captured(work):
+        kept = work()
+
+        def replay():
+            for tensor, fresh in zip(kept, work(), strict=True):
+                if not broken:
+                    tensor.copy_(fresh)
+            return kept
+
+        return replay, kept
+
+    monkeypatch.setattr(measure, "captured", captured)
+    monkeypatch.setattr(timing, "host_syncs", lambda work, device: 0)
+
+
+@pytest.mark.parametrize("phase", ["fwd-graph", "fwd+bwd-graph"])
+def test_a_replay_that_leaves_other_values_disagrees(monkeypatch, phase):
+    trial = judged(Arm("torch-bmm-c48", peers.torch_bmm(48), 48, pads=False))
+    replaying(monkeypatch)
+    assert not trial.measure(phase).disagreement
+    replaying(monkeypatch, broken=True)
+    assert trial.measure(phase).disagreement == "a replayed graph is nan away"
+
+
+def test_an_arm_that_waits_for_the_device_is_in_no_graph(monkeypatch):
+    trial = judged(Arm("torch-bmm", peers.torch_bmm(None), pads=False))
+    replaying(monkeypatch)
+    monkeypatch.setattr(timing, "host_syncs", lambda work, device: 2)
+    with pytest.raises(ValueError, match="waits for the device 2 times a call"):
+        trial.measure("fwd-graph")
+    assert trial.measure("fwd").syncs == 2

@@ -71,7 +71,7 @@ def test_a_floor_is_the_longer_of_moving_and_computing():
 
 def test_loads_count_tiles_and_the_experts_that_have_several():
     found = loads(torch.tensor([0, 1, 64, 65, 200]), 64)
-    assert (found.tiles, found.active, found.long, found.long_rows) == (1 + 1 + 2 + 4, 4, 2, 265)
+    assert (found.tiles, found.long, found.long_rows) == (1 + 1 + 2 + 4, 2, 265)
 
 
 def test_launches_move_at_least_the_floor():

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -21,40 +20,23 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dormouse_model.config import ConfigError, ModelConfig, read_config, validate
+from dormouse_model.layout import checkpoint_folder, latest_step, steps
 from dormouse_model.model import Dormouse
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
 VALUES = "state.json"
-_STEP = re.compile(r"step-(\d+)")
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be used; its message is one sentence that names the file, what is wrong and the mend."""
 
 
-def checkpoint_folder(run: str | Path, step: int) -> Path:
-    """Where the checkpoint of `step` lies in `run`."""
-    return Path(run) / "checkpoints" / f"step-{step}"
-
-
-def steps(run: str | Path) -> list[int]:
-    """The steps that `run` has a checkpoint folder of, ascending; whole or not."""
-    folder = Path(run) / "checkpoints"
-    matches = (_STEP.fullmatch(path.name) for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else ()
-    return sorted(int(match[1]) for match in matches if match)
-
-
-def latest_step(run: str | Path) -> int | None:
-    """The newest of `steps`, or None. A damaged newest one is not skipped here: `verify` names it."""
-    return max(steps(run), default=None)
-
-
 def verify(folder: str | Path) -> dict[str, Any]:
     """The manifest of a checkpoint whose every file has the size and SHA-256 that it says.
 
     Errors: `CheckpointError` for a folder that is missing or has no manifest (partial), an unreadable manifest, a file
-    that is missing, too short, too long, or whose bytes changed.
+    that is missing, too short, too long, or whose bytes changed, and for a folder named as another step.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -74,6 +56,8 @@ def verify(folder: str | Path) -> dict[str, Any]:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != expected["sha256"]:
             raise CheckpointError(f"checkpoint: {path} is damaged: its bytes have changed; {_others(folder)}")
+    if folder.name.startswith("step-") and folder.name != f"step-{manifest['step']}":
+        raise CheckpointError(f"checkpoint: {folder} is that of step {manifest['step']}; give it back its name")
     return manifest
 
 
@@ -110,26 +94,28 @@ def load(run: str | Path, *, step: int | None = None, device: torch.device | str
     """
     run = Path(run)
     config = run_config(run)
-    folder = whole_folder(run, step)
+    while True:
+        chosen = latest_step(run) if step is None else step
+        if chosen is None:
+            raise CheckpointError(f"checkpoint: {run} has no checkpoint yet; train it past its first checkpoint.every")
+        folder = checkpoint_folder(run, chosen)
+        try:
+            verify(folder)
+            tensors = read_part(folder, "model")
+            break
+        except (CheckpointError, FileNotFoundError):
+            # A run in progress publishes a newer checkpoint and removes this one, perhaps while it is being read.
+            if step is not None or folder.exists():
+                raise
     model = Dormouse(config, device="meta").to_empty(device=device)
     try:
-        model.load_state_dict(read_part(folder, "model"))
+        model.load_state_dict(tensors)
     except RuntimeError as error:
         first = str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)
         raise CheckpointError(
             f"checkpoint: {folder / 'model.safetensors'} is not of {run / 'config.toml'} ({first}); restore that file"
         ) from None
     return model
-
-
-def whole_folder(run: str | Path, step: int | None = None) -> Path:
-    """The folder of a run's newest checkpoint, or of `step`, verified. Errors: `CheckpointError` as of `verify`."""
-    chosen = latest_step(run) if step is None else step
-    if chosen is None:
-        raise CheckpointError(f"checkpoint: {run} has no checkpoint yet; train it past its first checkpoint.every")
-    folder = checkpoint_folder(run, chosen)
-    verify(folder)
-    return folder
 
 
 def run_config(run: str | Path) -> ModelConfig:
@@ -149,7 +135,11 @@ def _manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         schema = manifest["schema"]
-        whole = all(isinstance(f["bytes"], int) and isinstance(f["sha256"], str) for f in manifest["files"].values())
+        parts = {VALUES, *(file.name for file in folder.glob("*.safetensors"))}
+        named = isinstance(manifest["step"], int) and parts <= manifest["files"].keys()
+        whole = named and all(
+            isinstance(f["bytes"], int) and isinstance(f["sha256"], str) for f in manifest["files"].values()
+        )
     except (ValueError, KeyError, TypeError, AttributeError):
         schema, whole = SCHEMA, False
     if schema != SCHEMA:
@@ -179,5 +169,4 @@ __all__ = [
     "run_config",
     "steps",
     "verify",
-    "whole_folder",
 ]

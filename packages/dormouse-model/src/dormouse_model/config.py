@@ -1,4 +1,4 @@
-"""The model's configuration: three frozen sections, read from TOML, unknown keys refused with the nearest valid one.
+"""The model's configuration: four frozen sections, read from TOML, unknown keys refused with the nearest valid one.
 
 Importing this module imports no torch, so that a command line can print help or a plan in under a second.
 """
@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -33,9 +33,10 @@ class ModelSection(Section):
     head_dim: int = Field(gt=0)
     iterations: int = Field(default=2, gt=0)
     """L: how often the one block is applied."""
-    mixer: Literal["kda"] = "kda"
+    mixer: Literal["kda", "sdpa"] = "kda"
+    """`sdpa`, softmax attention, is another model to compare with; its state grows with the past."""
     memory_max: float = Field(default=0.5, ge=0, le=1)
-    """Most that the memory gate may take from the dense path."""
+    """Most that the memory gate may take from the dense path, for Engram where there is one."""
 
 
 class KDASection(Section):
@@ -53,7 +54,8 @@ class KDASection(Section):
 class ExpertsSection(Section):
     """`[experts]`: the two-latent spectral experts, the shared expert and the router."""
 
-    kind: Literal["tsct"] = "tsct"
+    kind: Literal["tsct", "dense"] = "tsct"
+    """`dense` are SwiGLU experts as the control, of the width at which the model has as many parameters."""
     num_experts: int = Field(gt=0)
     top_k: int = Field(default=2, gt=0)
     rank: int = Field(gt=0)
@@ -74,6 +76,8 @@ class ExpertsSection(Section):
         for name in ("rank", "shared_rank"):
             if getattr(self, name) > self.d_ffn:
                 raise ValueError(f"{name} is {getattr(self, name)} but d_ffn {self.d_ffn}; a rank is at most the width")
+        if self.kind == "dense" and self.implementation == "triton":
+            raise ValueError("implementation is 'triton', which serves kind 'tsct' alone; use 'auto' for 'dense'")
         return self
 
     @property
@@ -86,6 +90,61 @@ class ExpertsSection(Section):
         """`d_ffn` rounded up to 16, the width of activations and of `W_down` in memory."""
         return -(-self.d_ffn // 16) * 16
 
+    def tsct_parameters(self, d_model: int) -> int:
+        """Parameters of two-latent experts: routed, shared, and the one down projection of all."""
+        ranks = self.num_experts * self.rank + self.shared_rank
+        return ranks * (2 * d_model + self.d_ffn + 2) + d_model * self.d_ffn
+
+    def swiglu_parameters(self, d_model: int, width: int) -> int:
+        """Parameters of SwiGLU experts of `width`, the shared one included."""
+        return 3 * d_model * (self.num_experts * width + self._shared_width(width))
+
+    def swiglu_widths(self, d_model: int) -> tuple[int, int]:
+        """Widths of a routed and of the shared SwiGLU expert, in the ratio of the ranks.
+
+        The routed one is that at which `swiglu_parameters` is nearest to `tsct_parameters`.
+        """
+        wanted, lowest = self.tsct_parameters(d_model), 1
+        while self.swiglu_parameters(d_model, lowest + 1) <= wanted:
+            lowest += 1
+        width = min((lowest, lowest + 1), key=lambda w: abs(self.swiglu_parameters(d_model, w) - wanted))
+        return width, self._shared_width(width)
+
+    def _shared_width(self, width: int) -> int:
+        return max(1, round(width * self.shared_rank / self.rank))
+
+
+class EngramSection(Section):
+    """`[engram]`: tables of learned rows that the last bytes look up, read beside the dense path."""
+
+    enabled: bool = False
+    orders: tuple[int, ...] = (2, 3, 4)
+    """Lengths of the n-grams, the current byte included, ascending; a table each."""
+    rows: int = Field(default=4096, gt=0, lt=2**40)
+    """Most rows of a table. Order n has `min(rows, 256^n)`, an n-gram each where that is `256^n`, hashed otherwise."""
+    dim: int = Field(default=32, gt=0)
+    """Width of a row."""
+    conv_size: int = Field(default=4, gt=0)
+    hash_seed: int = Field(default=0, ge=0)
+    """Decides which n-grams share a row; another seed makes the tables those of another model."""
+
+    @field_validator("orders")
+    @classmethod
+    def _ascending(cls, orders: tuple[int, ...]) -> tuple[int, ...]:
+        if not orders or orders[0] < 1 or orders[-1] > 8 or list(orders) != sorted(set(orders)):
+            raise ValueError("orders must rise from at least 1 to at most 8, the bytes that a hash can hold apart")
+        return orders
+
+    @property
+    def context(self) -> int:
+        """Bytes before the current one that the longest n-gram reads."""
+        return self.orders[-1] - 1
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each order's table; none where Engram is off."""
+        return tuple(min(self.rows, 256**order) for order in self.orders) if self.enabled else ()
+
 
 class ModelConfig(Section):
     """Everything that decides the model's function and its parameters' shapes."""
@@ -93,6 +152,7 @@ class ModelConfig(Section):
     model: ModelSection
     experts: ExpertsSection
     kda: KDASection = KDASection()
+    engram: EngramSection = EngramSection()
 
     @model_validator(mode="after")
     def _fits(self) -> ModelConfig:
@@ -129,8 +189,8 @@ def read_config(name_or_path: str) -> dict[str, Any]:
         path = Path(name_or_path)
     if not path.is_file():
         near = difflib.get_close_matches(name_or_path, named_configs(), n=1)
-        known = f"did you mean '{near[0]}'" if near else f"the names are {', '.join(named_configs())}"
-        raise ConfigError(f"config: '{name_or_path}' is neither a named configuration nor a file; {known}?")
+        known = f"did you mean '{near[0]}'?" if near else f"the names are {', '.join(named_configs())}"
+        raise ConfigError(f"config: '{name_or_path}' is neither a named configuration nor a file; {known}")
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -199,6 +259,7 @@ def dotted_keys(kind: type[Section], prefix: str = "") -> list[str]:
 
 __all__ = [
     "ConfigError",
+    "EngramSection",
     "ExpertsSection",
     "KDASection",
     "ModelConfig",

@@ -16,6 +16,10 @@ PREFILL = 4096
 """Bytes of the prompt read at once: bounds memory whatever the prompt's length."""
 
 
+class NonFiniteLogits(ValueError):
+    """The model's logits are infinite or NaN: there is no byte to draw."""
+
+
 def generate(
     model: Dormouse, prompt: bytes, max_new_bytes: int, *, temperature: float = 1.0, seed: int = 0
 ) -> Iterator[bytes]:
@@ -23,12 +27,15 @@ def generate(
 
     Drawn from `softmax(logits / temperature)` with a CPU generator of `seed`; temperature 0 takes the most probable
     byte. An empty prompt starts from a newline. The cost of a byte does not depend on how many came before.
-    Errors: `ValueError` for a negative or non-finite temperature or a negative number of bytes.
+    Errors: `ValueError` for a negative or non-finite temperature, a negative number of bytes, or a seed outside
+    -2**63 .. 2**64-1; `NonFiniteLogits`, when a byte is asked for, where there is none to draw.
     """
     if not math.isfinite(temperature) or temperature < 0:
         raise ValueError(f"generate: temperature must be 0 or more, got {temperature}; 0 takes the most probable byte")
     if max_new_bytes < 0:
         raise ValueError(f"generate: max_new_bytes must be 0 or more, got {max_new_bytes}")
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"generate: seed must fit in 64 bits, got {seed}")
     return _stream(model, prompt or EMPTY_PROMPT, max_new_bytes, temperature, seed)
 
 
@@ -60,8 +67,11 @@ def read(model: Dormouse, text: bytes, state: State | None = None) -> tuple[Tens
 
 def draw(logits: Tensor, temperature: float, source: torch.Generator) -> int:
     """A byte from `softmax(logits / temperature)`, `logits` [256]; the largest logit's where temperature is 0."""
+    # fp64 keeps a small temperature from overflowing before the softmax subtracts the maximum.
+    logits = logits.double().cpu()
+    if not logits.isfinite().all():
+        raise NonFiniteLogits("generate: the model's logits are not finite; load an earlier checkpoint")
     if temperature == 0:
         return int(logits.argmax())
-    # fp64 keeps a small temperature from overflowing before the softmax subtracts the maximum.
-    probabilities = (logits.double().cpu() / temperature).softmax(-1)
+    probabilities = (logits / temperature).softmax(-1)
     return int(torch.multinomial(probabilities, 1, generator=source))

@@ -53,8 +53,9 @@ def initialize(model: Dormouse, seed: int) -> None:
     """Fill every parameter of `model` in place.
 
     Linear maps start at `N(0, 1/fan_in)`, gates at zero so that every branch is half open, the head small so that the
-    first loss is near 8 bits a byte. Factors are orthonormal, their spectrum `(f/r)^(1/4)` in both latents: h then has
-    an RMS near 0.6 whatever the shape (`s = s' = sqrt(f/r)` would give 6).
+    first loss is near 8 bits a byte. Tables start at zero: a row that training never read says nothing. Factors are
+    orthonormal, their spectrum `(f/r)^(1/4)` in both latents: h then has an RMS near 0.6 whatever the shape
+    (`s = s' = sqrt(f/r)` would give 6).
     """
     factors = {factor.name: factor for factor in model.factors()}
     for name, parameter in model.named_parameters():
@@ -73,7 +74,7 @@ def _values(name: str, parameter: Tensor, model: Dormouse, source: torch.Generat
     leaf = name.rsplit(".", 1)[-1]
     if name == "alpha" or name.endswith("norm.weight"):
         return torch.ones(shape)
-    if leaf == "A_log" or leaf == "bias" or name == "block.controller.weight":
+    if leaf in ("A_log", "bias", "tables") or name in ("block.controller.weight", "block.memory.engram.conv.weight"):
         return torch.zeros(shape)
     if leaf == "dt_bias":
         return decay_bias(shape[0], source)

@@ -9,7 +9,7 @@ Letters: `B` sequences, `T` bytes, `d` model, `E` experts, `L` iterations.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +20,12 @@ from dormouse_model.block import Block
 from dormouse_model.config import ModelConfig
 from dormouse_model.factors import Factor
 from dormouse_model.norm import RMSNorm
-from dormouse_model.state import KDAState, State
+from dormouse_model.state import IterationState, KDAState, SDPAState, State
+from dormouse_model.swiglu_experts import SwiGLUExperts
 
 VOCABULARY = 256
+BYTES = (torch.uint8, torch.int16, torch.int32, torch.int64)
+"""Dtypes of ids: int8 and bool hold no byte above 127."""
 
 
 class Output(NamedTuple):
@@ -53,22 +56,25 @@ class Dormouse(nn.Module):
         self.readout = nn.Linear(width, width, bias=False, device=device)
         self.norm = RMSNorm(width, device=device)
         self.head = nn.Linear(width, VOCABULARY, bias=False, device=device)
+        self.register_load_state_dict_pre_hook(_refuse_another_kind)
         if self.alpha.device.type != "meta":
             init.initialize(self, seed)
 
     def forward(self, ids: Tensor, state: State | None = None, *, return_state: bool = False) -> Output:
         """Logits of the byte after each of `ids` [B, T] uint8 or int64, continuing from `state` where one is given.
 
-        Errors: `ValueError` where `ids` is empty or not two-dimensional, or the state is of another batch.
+        Errors: `ValueError` where `ids` is empty, not two-dimensional or of a dtype that holds no bytes, or the state
+        is of another batch or model.
         """
         self._check(ids, state)
         x = self.embedding(ids.long())
         hidden, total = x, None
+        recall, last_bytes = self.block.memory.recall(ids, None if state is None else state.last_bytes)
         losses, counts, after = [], [], []
         for i, embedding in enumerate(self.iteration_embedding.unbind(0)):
             # Iteration i continues iteration i of the bytes before, never iteration i-1 of these.
             before = None if state is None else state.iterations[i]
-            hidden, loss, count, next_state = self.block(hidden, x, embedding, self.alpha, before)
+            hidden, loss, count, next_state = self.block(hidden, x, embedding, self.alpha, recall, before)
             # The readout is linear: one product of the sum is the sum of the products.
             total = hidden if total is None else total + hidden
             losses.append(loss)
@@ -77,7 +83,7 @@ class Dormouse(nn.Module):
         normed = self.norm(self.readout(total))
         with torch.autocast(normed.device.type, enabled=False):
             logits = F.linear(normed.to(self.head.weight.dtype), self.head.weight)
-        new_state = State(tuple(after)) if return_state else None
+        new_state = State(tuple(after), last_bytes) if return_state else None
         return Output(logits, torch.stack(losses).mean(), torch.stack(counts), new_state)
 
     def autocast(self) -> torch.autocast:
@@ -91,19 +97,31 @@ class Dormouse(nn.Module):
         device = like.device if device is None else torch.device(device)
         recurrent = (batch_size, model.num_heads, model.head_dim, model.head_dim)
         tails = (batch_size, self.config.kda.conv_size - 1, 3 * self.config.inner)
-        zero = KDAState(
-            torch.zeros(recurrent, device=device, dtype=torch.promote_types(like.dtype, torch.float32)),
-            torch.zeros(tails, device=device, dtype=like.dtype),
-        )
-        return State((zero,) * model.iterations)
+        last = torch.zeros(tails, device=device, dtype=like.dtype)
+        if model.mixer == "sdpa":
+            none = torch.zeros(batch_size, 0, model.num_heads, model.head_dim, device=device, dtype=like.dtype)
+            zero = SDPAState(none, none, torch.zeros(batch_size, 0, device=device, dtype=torch.bool), last)
+        else:
+            wide = torch.promote_types(like.dtype, torch.float32)
+            zero = KDAState(torch.zeros(recurrent, device=device, dtype=wide), last)
+        engram = self.block.memory.engram
+        if engram is None:
+            return State((IterationState(zero),) * model.iterations)
+        tail = torch.zeros(batch_size, engram.config.conv_size - 1, model.d_model, device=device, dtype=like.dtype)
+        return State((IterationState(zero, tail),) * model.iterations, engram.no_bytes(batch_size, device))
 
     def factors(self) -> list[Factor]:
-        """The expert factors with their split masters, routed then shared; ask again after moving the model."""
+        """The expert factors with their split masters, routed then shared; ask again after moving the model.
+
+        None where the experts are dense.
+        """
         experts = self.block.experts
+        if isinstance(experts, SwiGLUExperts):
+            return []
         return experts.factors("block.experts.") + experts.shared.factors("block.experts.shared.")
 
     def _check(self, ids: Tensor, state: State | None) -> None:
-        if ids.dim() != 2 or ids.dtype.is_floating_point:
+        if ids.dim() != 2 or ids.dtype not in BYTES:
             raise ValueError(
                 f"Dormouse: ids must be integers of shape [B, T], got {ids.dtype} {tuple(ids.shape)}; "
                 "pass bytes with a batch dimension"
@@ -117,3 +135,37 @@ class Dormouse(nn.Module):
                 f"Dormouse: state is of {len(state.iterations)} iterations and batch {state.batch_size}, the call of "
                 f"{self.config.model.iterations} and {ids.shape[0]}; make one with init_state({ids.shape[0]})"
             )
+        if (state.last_bytes is None) == self.config.engram.enabled:
+            one = "without" if self.config.engram.enabled else "with"
+            raise ValueError(f"Dormouse: state is of a model {one} Engram; make one with init_state({ids.shape[0]})")
+        # how far softmax attention has seen is no property of the model
+        fixed = slice(2, None) if self.config.model.mixer == "sdpa" else slice(1, None)
+        held, wanted = (
+            [tuple(t.shape[fixed]) for iteration in each.iterations for t in iteration.tensors()]
+            for each in (state, self.init_state(ids.shape[0], "meta"))
+        )
+        if held != wanted:
+            raise ValueError(
+                f"Dormouse: state holds tensors of {held} a sequence, this model's of {wanted}; make one with "
+                f"init_state({ids.shape[0]})"
+            )
+
+
+_KINDS = {
+    "model.mixer": {"kda": "block.kda.o_proj.weight", "sdpa": "block.sdpa.o_proj.weight"},
+    "experts.kind": {"tsct": "block.experts.gate_up_proj", "dense": "block.experts.swiglu.gate_up_proj"},
+}
+"""A parameter that tells what a model's weights are of."""
+
+
+def _refuse_another_kind(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+    """Weights of another mixer or kind of experts are refused by its name, also where missing keys are allowed."""
+    held = dict(module.named_parameters())
+    for key, names in _KINDS.items():
+        for kind, name in names.items():
+            if f"{prefix}{name}" in state_dict and name not in held:
+                own = next(other for other, its in names.items() if its in held)
+                raise RuntimeError(
+                    f"Dormouse: these weights are of {key} '{kind}' and this model is of '{own}': another function; "
+                    f"build the model with {key} = '{kind}'"
+                )

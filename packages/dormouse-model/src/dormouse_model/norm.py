@@ -49,10 +49,10 @@ class _RMS(torch.autograd.Function):
         x, weight, inverse = ctx.saved_tensors
         size = x.shape[-1]
         with torch.autocast(x.device.type, enabled=False):
-            products = (gradient * x).view(-1, size)
+            products = (gradient * x).reshape(-1, size)
             along = (products @ weight).view_as(inverse)
             d_x = (gradient * weight).mul_(inverse).addcmul_(x, along * inverse.pow(3), value=-1 / size)
-            return d_x, inverse.view(-1) @ products
+            return d_x, inverse.reshape(-1) @ products
 
 
 class _Unit(torch.autograd.Function):

@@ -79,7 +79,12 @@ def weights_file(source: str | Path, step: int | None = None) -> Path:
             raise CheckpointError(f"weights: {source} is one file and has no step {step}; leave the step out")
         return source
     checkpoint.run_config(source)
-    return checkpoint.whole_folder(source, step) / "model.safetensors"
+    chosen = checkpoint.latest_step(source) if step is None else step
+    if chosen is None:
+        raise CheckpointError(f"checkpoint: {source} has no checkpoint yet; train it past its first checkpoint.every")
+    folder = checkpoint.checkpoint_folder(source, chosen)
+    checkpoint.verify(folder)
+    return folder / "model.safetensors"
 
 
 def exported_config(file: str | Path) -> ModelConfig:

@@ -14,11 +14,13 @@ from dormouse_model.loss import next_byte_loss
 TABLES = {
     "model": {"d_model": 64, "num_heads": 2, "head_dim": 32},
     "experts": {"num_experts": 4, "top_k": 4, "rank": 16, "shared_rank": 16, "d_ffn": 171},
+    "engram": {"enabled": True, "rows": 300},
 }
 WATCHED = (
     "embedding.weight",
     "block.kda.q_proj.weight",
     "block.kda.v_conv.weight",
+    "block.memory.engram.value.weight",
     "block.experts.v",
     "readout.weight",
 )
@@ -27,6 +29,10 @@ WATCHED = (
 def measured(device: torch.device) -> dict[str, torch.Tensor]:
     """Logits, loss and some gradients of the second of two pieces that are joined by their state."""
     model = Dormouse(validate(ModelConfig, TABLES), device=device)
+    engram = model.block.memory.engram
+    assert engram is not None
+    with torch.no_grad():
+        engram.tables.copy_(torch.randn(engram.tables.shape, generator=torch.Generator().manual_seed(1)))
     ids = torch.randint(0, 256, (2, 129), generator=torch.Generator().manual_seed(0)).to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         first = model(ids[:, :64], return_state=True)

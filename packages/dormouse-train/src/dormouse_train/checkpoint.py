@@ -168,8 +168,10 @@ class Checkpoint:
             replaced = left.with_name(left.name.removesuffix(REPLACED))
             if left.name.endswith(REPLACED) and not replaced.exists():
                 left.rename(replaced)
-            else:
+            elif left.is_dir():
                 shutil.rmtree(left)
+            else:
+                left.unlink()
 
 
 class RandomState:

@@ -1,4 +1,4 @@
-"""A run's configuration: the model's three sections and the trainer's six, from TOML, `--set` and options.
+"""A run's configuration: the model's four sections and the trainer's six, from TOML, `--set` and options.
 
 Later sources win: section defaults, the configuration's file, `--set`, options. Importing this module imports no torch.
 """
@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from dormouse_model.config import (
     ConfigError,
+    EngramSection,
     ExpertsSection,
     KDASection,
     ModelConfig,
@@ -28,6 +29,8 @@ from pydantic import BeforeValidator, Field
 
 CONFIGS = Path(__file__).parent / "configs"
 
+Rate = Annotated[float, Field(le=1e6, allow_inf_nan=False)]
+"""A rate or its factor: the product of two still is an fp32 number."""
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -62,7 +65,7 @@ class TrainSection(Section):
     seq: int = Field(default=256, gt=0)
     """Bytes of a row that are predicted; each row reads one more."""
     steps: int = Field(default=400, gt=0)
-    lr: Finite = Field(default=0.02, gt=0)
+    lr: Rate = Field(default=0.02, gt=0)
     """Peak learning rate; a group's own is this times its `optim.*_lr` factor."""
     accumulate: int = Field(default=1, gt=0)
     """Micro-batches of a step."""
@@ -71,7 +74,7 @@ class TrainSection(Section):
     """A run, or a file that `dormouse export` wrote, whose weights the run begins with; empty means new ones."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` is CUDA where there is a device; a run's folder holds what it became."""
-    threads: int = Field(default=0, ge=0)
+    threads: int = Field(default=0, ge=0, le=4096)
     """Threads of torch on a CPU; 0 leaves torch's own choice. Another number gives other rounding."""
     warmup: int = Field(default=20, ge=0)
     """Steps over which the rate rises from zero to its peak."""
@@ -91,21 +94,24 @@ class TrainSection(Section):
 
 
 class OptimSection(Section):
-    """`[optim]`: Muon on expert factors and dense matrices, AdamW on the rest."""
+    """`[optim]`: Muon on expert factors and dense matrices, sparse Adam on tables, AdamW on the rest."""
 
-    muon_lr: Finite = Field(default=1.0, ge=0)
+    muon_lr: Rate = Field(default=1.0, ge=0)
     """Rate of Muon's groups as a factor of `train.lr`."""
-    adam_lr: Finite = Field(default=0.15, ge=0)
+    adam_lr: Rate = Field(default=0.15, ge=0)
     """Rate of AdamW's groups as a factor of `train.lr`."""
+    table_lr: Finite = Field(default=5.0, ge=0)
+    """Rate of Engram's tables as a factor of AdamW's."""
     momentum: Finite = Field(default=0.95, ge=0, lt=1)
     """Muon's momentum."""
     nesterov: bool = True
     newton_schulz_steps: Literal[3, 4, 5] = 4
-    weight_decay: Finite = Field(default=0.0, ge=0)
+    weight_decay: Rate = Field(default=0.0, ge=0)
     """Decoupled decay of dense matrices; orthonormal factors are not decayed."""
     betas: tuple[Share, Share] = (0.9, 0.95)
     """AdamW's two averages."""
-    eps: Finite = Field(default=1e-8, gt=0)
+    eps: Finite = Field(default=1e-8, ge=1e-37)
+    """AdamW's; below 1e-37 it is nothing in fp32, and a gradient of zero would be 0 / 0."""
     retract: Literal["step", "never"] = "step"
     """When factors are brought back to orthonormal."""
 
@@ -147,6 +153,7 @@ class Config(Section):
     model: ModelSection
     experts: ExpertsSection
     kda: KDASection = KDASection()
+    engram: EngramSection = EngramSection()
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
     optim: OptimSection = OptimSection()
@@ -187,8 +194,9 @@ def load_config(
     A file or tables may stand on a named configuration: their top-level `base = "nano"` is read first.
     Errors: `ConfigError` for an unknown name, key or value, naming the nearest valid one.
     """
-    tables = _on_base(source, "the tables") if isinstance(source, Mapping) else _tables(str(source or "nano"))
-    return assemble(tables, sets, overrides)
+    if isinstance(source, Mapping):
+        return assemble(_on_base(source, "the tables"), sets, overrides)
+    return assemble(_tables("nano" if source is None else str(source)), sets, overrides)
 
 
 def read_resolved(path: Path) -> dict[str, Any]:
@@ -212,10 +220,12 @@ def assemble(tables: dict[str, Any], sets: Sequence[str] = (), overrides: Mappin
 def _check(config: Config) -> None:
     """What one section alone cannot know. Errors: `ConfigError`."""
     validate(ModelConfig, config.model_dump(include=set(ModelConfig.model_fields)))
-    try:
-        to_toml(config).encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"config: {error.object!r:.200} is not UTF-8, and config.toml has to be; rename it") from None
+    for key, value in flat(config).items():
+        text = "".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"config: '{key}', got {value!r}: it is not UTF-8 as config.toml is; rename it") from None
 
 
 def _tables(name_or_file: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from time import perf_counter
 import torch
 from dormouse_kernels import Counters
 from dormouse_model import Dormouse, generate
+from dormouse_model.generation import NonFiniteLogits
 from dormouse_model.weights import install, weights_file
 
 from dormouse_train import events
@@ -20,7 +21,8 @@ from dormouse_train.baselines import Baselines, measure
 from dormouse_train.checkpoint import Checkpoint, RandomState
 from dormouse_train.config import Config
 from dormouse_train.console import Console, Status
-from dormouse_train.data import Batches, open_corpus
+from dormouse_train.data import Batches, Corpus, open_corpus
+from dormouse_train.device import settled
 from dormouse_train.evaluate import Evaluation, evaluate, window
 from dormouse_train.metrics import Metrics, read
 from dormouse_train.optim.optimizer import Optimizer
@@ -49,11 +51,14 @@ class Result:
     baselines: Baselines | None = None
 
 
-def train(config: Config, run: Path, *, resume: bool = False, console: Console | None = None) -> Result:
+def train(
+    config: Config, run: Path, *, corpus: Corpus | None = None, resume: bool = False, console: Console | None = None
+) -> Result:
     """Train `config` in the folder `run` up to `train.steps`, from its newest checkpoint on where `resume` is true.
 
-    Writes metrics.jsonl, samples and checkpoints; shows itself on `console` (None: nowhere). SIGINT or SIGTERM finish
-    the step, save and return with exit code 130 or 143.
+    Writes metrics.jsonl, samples and checkpoints; shows itself on `console` (None: nowhere). `corpus` is the run's own
+    where it is open already: opening reads every byte. SIGINT or SIGTERM finish the step, save and return with exit
+    code 130 or 143.
     Errors: `UserError` for data that is too short, a checkpoint that does not fit, a full disk, or more than
     `train.max_skipped` non-finite steps in a row.
     """
@@ -65,9 +70,11 @@ def train(config: Config, run: Path, *, resume: bool = False, console: Console |
         _garbage_collected_between_steps(),
         _threads(config.train.threads),
     ):
-        loop = _Loop(config, run, console, signals, counters, resume=resume)
+        loop = _Loop(config, run, corpus or open_corpus(config.data, run), console, signals, counters)
         if resume:
             loop.resume()
+        elif config.train.init:
+            install(loop.model, weights_file(config.train.init))
         with events.opened(run) if config.log.tensorboard else nullcontext() as mirror:
             if mirror is not None:
                 loop.metrics.also.append(mirror.write)
@@ -78,16 +85,14 @@ class _Loop:
     """One run in one process."""
 
     def __init__(
-        self, config: Config, run: Path, console: Console, signals: Signals, counters: Counters, *, resume: bool
+        self, config: Config, run: Path, corpus: Corpus, console: Console, signals: Signals, counters: Counters
     ) -> None:
         keys = config.train
         self.config, self.folder, self.console, self.signals, self.counters = config, run, console, signals, counters
-        self.device = torch.device(_best_device() if keys.device == "auto" else keys.device)
-        self.corpus = open_corpus(config.data, run)
+        self.device = torch.device(settled(keys.device))
+        self.corpus = corpus
         self.batches = Batches(self.corpus.train, batch=keys.batch, seq=keys.seq, seed=keys.seed)
         self.model = Dormouse(config.architecture, seed=keys.seed, device=self.device)
-        if keys.init and not resume:
-            install(self.model, weights_file(keys.init))
         self.optimizer = Optimizer(self.model, config.optim, keys.lr)
         self.progress = Progress(counters)
         self.metrics = Metrics(run)
@@ -122,9 +127,10 @@ class _Loop:
         while self.progress.step < keys.train.steps and not self.signals.requested:
             self._step()
             step = self.progress.step
-            self._look()
+            # Saved before it is looked at: whatever an evaluation meets, the step is not lost.
             if step == keys.train.steps or _due(step, keys.checkpoint.every):
                 self._save()
+            self._look()
         if not self.signals.requested:
             self.console.end_live()
             with suppress(StopRequested):
@@ -226,11 +232,15 @@ class _Loop:
         if not keys.sample_bytes:
             return
         prompt = keys.prompt.encode("utf-8", "surrogateescape")
-        with self._uncounted_if_stopped():
-            self.signals.check()
-            for byte in generate(self.model, prompt, keys.sample_bytes, temperature=SAMPLE_TEMPERATURE):
-                written += byte
+        try:
+            with self._uncounted_if_stopped():
                 self.signals.check()
+                for byte in generate(self.model, prompt, keys.sample_bytes, temperature=SAMPLE_TEMPERATURE):
+                    written += byte
+                    self.signals.check()
+        except NonFiniteLogits:  # the steps that follow are skipped, and `train.max_skipped` of them end the run
+            self.console.note(f"no sample at step {self.progress.step}: the model's logits are not finite")
+            return
         file = self._sample_file()
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(prompt + written)
@@ -264,10 +274,6 @@ class _Loop:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _best_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _memory_bytes(device: torch.device) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+
+from dormouse_train.run_folder import replacing
 
 NAME = "metrics.jsonl"
 
@@ -36,15 +37,11 @@ class Metrics:
         """Drop every line after `step`, and a last line that a killed process left unfinished."""
         if not self.path.exists():
             return
-        kept = self.path.with_suffix(".jsonl.tmp")
-        with self.path.open("rb") as old, kept.open("wb") as new:
+        with self.path.open("rb") as old, replacing(self.path) as new:
             for line in old:
                 at = _step(_parse(line))
                 if at is not None and at <= step:
                     new.write(line)
-            new.flush()
-            os.fsync(new.fileno())
-        kept.replace(self.path)
 
 
 def read(run: Path) -> list[dict[str, Value]]:
@@ -67,7 +64,10 @@ def _parse(line: bytes) -> dict[str, Value] | None:
 
 
 def _step(written: object) -> int | None:
-    step = written.get("step") if isinstance(written, dict) else None
+    """The step of a line as this module writes it; None for anything else."""
+    if not isinstance(written, dict) or not all(isinstance(value, Value) for value in written.values()):
+        return None
+    step = written.get("step")
     return step if isinstance(step, int) else None
 
 

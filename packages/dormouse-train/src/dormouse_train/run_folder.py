@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from dormouse_model.layout import CHECKPOINTS, latest_step
 
 from dormouse_train.config import (
     PROGRESS_KEYS,
@@ -24,7 +25,6 @@ from dormouse_train.errors import UserError
 
 RUNS = Path("runs")
 CONFIG = "config.toml"
-CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
 START = frozenset({LOCK, "data", "data.json", "data.json.tmp", f"{CONFIG}.tmp"})
 """What a run holds before its `config.toml` is written."""
@@ -114,18 +114,13 @@ def newest(runs: Path = RUNS) -> Path:
 def tables(run: Path) -> dict[str, Any]:
     """The tables of `run/config.toml`. Errors: `UserError` where `run` is not the folder of a run."""
     if not run.is_dir():
-        raise UserError(f"--run: {run} does not exist; give the folder of a run")
+        what = "is no folder" if run.exists() else "does not exist"
+        raise UserError(f"--run: {run} {what}; give the folder of a run")
     if not (run / CONFIG).is_file():
         if is_interrupted_start(run):
             raise UserError(f"--run: the start of {run} was interrupted; leave out --resume to begin it anew")
         raise UserError(f"--run: {run} holds no {CONFIG}, so it is not a run; give another folder or delete it")
     return read_resolved(run / CONFIG)
-
-
-def newest_step(run: Path) -> int | None:
-    """The step of the newest checkpoint folder, whole or not; None where nothing was saved yet."""
-    folders = (re.fullmatch(r"step-(\d+)", path.name) for path in (run / CHECKPOINTS).glob("step-*"))
-    return max((int(match[1]) for match in folders if match), default=None)
 
 
 def reopen(run: Path, asked: Config) -> None:
@@ -134,7 +129,7 @@ def reopen(run: Path, asked: Config) -> None:
     Errors: `UserError` with every difference that is not one of progress: the run would not be the one it was.
     """
     saved = assemble(tables(run))
-    step = newest_step(run) or 0
+    step = latest_step(run) or 0
     refused = refused_on_resume(saved, asked, step)
     if refused:
         listed = ", ".join(f"{key} = {_shown(old)} (now {_shown(new)})" for key, (old, new) in refused.items())
@@ -174,9 +169,19 @@ def locked(run: Path) -> Generator[None]:
 
 def write_config(run: Path, config: Config) -> None:
     """Write `run/config.toml`, whole or not at all."""
-    beside = run / f"{CONFIG}.tmp"
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(to_toml(config))
+    with replacing(run / CONFIG) as file:
+        file.write(to_toml(config).encode())
+
+
+@contextmanager
+def replacing(path: Path) -> Generator[BinaryIO]:
+    """A file to write that takes the place of `path` when the block ends, synced: whole, or not at all.
+
+    Until then it is `path` with `.tmp` behind, and `path` is what it was.
+    """
+    beside = path.with_name(f"{path.name}.tmp")
+    with beside.open("wb") as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())
-    beside.replace(run / CONFIG)
+    beside.replace(path)

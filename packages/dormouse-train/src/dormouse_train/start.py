@@ -8,10 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dormouse_model.layout import latest_step
+
 from dormouse_train import events, run_folder
 from dormouse_train.config import Config, assemble, load_config
-from dormouse_train.data import Batches, open_corpus
+from dormouse_train.data import Batches, Corpus, open_corpus
 from dormouse_train.data.sources import pinned
+from dormouse_train.device import settled
 from dormouse_train.errors import UserError, out_of_memory
 from dormouse_train.metrics import Metrics
 from dormouse_train.signals import before_leaving
@@ -52,10 +55,10 @@ def train(
     with run_folder.locked(folder):
         run_folder.clear_start(folder)
         with _undone_on_error(folder, made=made):
-            chosen = _prepare(chosen, folder, console)
+            chosen, corpus = _prepare(chosen, folder, console)
             _check_init(chosen)
             run_folder.write_config(folder, chosen)
-        return _loop(chosen, folder, resume=False, console=console)
+        return _loop(chosen, folder, corpus, resume=False, console=console)
 
 
 def _configuration(
@@ -69,16 +72,16 @@ def _configuration(
 
 
 def _go_on(config: Config, folder: Path, console: Console | None) -> Result:
-    config = _prepare(config, folder, console)
+    config, corpus = _prepare(config, folder, console)
     run_folder.reopen(folder, config)
-    saved = run_folder.newest_step(folder) is not None
+    saved = latest_step(folder) is not None
     if not saved:
         _check_init(config)
         Metrics(folder).cut_back(0)
-    return _loop(config, folder, resume=saved, console=console)
+    return _loop(config, folder, corpus, resume=saved, console=console)
 
 
-def _prepare(config: Config, folder: Path, console: Console | None) -> Config:
+def _prepare(config: Config, folder: Path, console: Console | None) -> tuple[Config, Corpus]:
     """Open the data, which is quick, before torch is imported, which is not; then settle the device."""
     if config.log.tensorboard:
         events.require()
@@ -87,7 +90,7 @@ def _prepare(config: Config, folder: Path, console: Console | None) -> Config:
     if console is not None:
         sizes = f"{len(corpus.train):,} bytes to train on, {len(corpus.heldout):,} held out"
         console.note(f"run {folder}: {corpus.name}, {sizes}")
-    return _with_device(config, _device(config.train.device))
+    return _with_device(config, settled(config.train.device)), corpus
 
 
 def _check_init(config: Config) -> None:
@@ -106,17 +109,6 @@ def _check_init(config: Config) -> None:
         raise UserError(f"--init: {wrong}; give weights of one configuration with --config")
 
 
-def _device(wanted: str) -> str:
-    if wanted == "cpu":
-        return wanted
-    import torch
-
-    available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
-        raise UserError(f"--device: torch {torch.__version__} finds no CUDA device here; use --device cpu")
-    return "cuda" if available else "cpu"
-
-
 def _with_device(config: Config, device: str) -> Config:
     return config.model_copy(update={"train": config.train.model_copy(update={"device": device})})
 
@@ -129,18 +121,21 @@ def _pinned(config: Config) -> Config:
     return config.model_copy(update={"data": data.model_copy(update=paths), "train": train})
 
 
-def _loop(config: Config, folder: Path, *, resume: bool, console: Console | None) -> Result:
+def _loop(config: Config, folder: Path, corpus: Corpus, *, resume: bool, console: Console | None) -> Result:
     from dormouse_train import loop
     from dormouse_train.checkpoint import seed_generators
 
     seed_generators(config.train.seed)
     try:
-        return loop.train(config, folder, resume=resume, console=console)
+        return loop.train(config, folder, corpus=corpus, resume=resume, console=console)
     except (RuntimeError, MemoryError) as error:
         if (memory := out_of_memory(error)) is None:
             raise
-        mend = "lower train.batch and raise train.accumulate by as much, or lower train.seq"
-        raise UserError(f"train: {memory}; {mend}") from None
+        # A resume refuses whatever would make the run smaller: it would be another one.
+        mend = "a lower train.batch (and train.accumulate higher by as much), train.seq or model"
+        raise UserError(
+            f"train: {memory}; free memory and go on with --resume, or start a new run with {mend}"
+        ) from None
 
 
 @contextmanager

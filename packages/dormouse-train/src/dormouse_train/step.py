@@ -27,7 +27,7 @@ class StepResult:
     loss: float
     train_bpb: float
     grad_norm: float
-    """Global norm before the clip."""
+    """Global norm before the clip, tables apart."""
     skipped: bool
     expert_counts: Tensor
     """[L, E] int64: rows an expert got, over all micro-batches."""
@@ -40,21 +40,38 @@ def train_step(
 
     The loss is cross-entropy + `balance_loss_coef` * balance loss, averaged over `train.accumulate` micro-batches: the
     cross-entropy equals that of one batch of all the rows to rounding, the balance loss is a mean of micro-batches'.
-    bf16 autocast on CUDA, fp32 on a CPU. Where the loss or the global gradient norm is infinite or NaN no parameter
-    and no optimizer state changes; clipping alone would not save them, as 0 * inf is NaN.
+    bf16 autocast on CUDA, fp32 on a CPU. Gradients of tables, which are sparse, have a norm and a clip of their own.
+    Where the loss or one of the two norms is infinite or NaN no parameter and no optimizer state changes; clipping
+    alone would not save them, as 0 * inf is NaN.
     """
     for parameter in model.parameters():
         parameter.grad = None
         # Micro-batches are summed in fp32: a bf16 sum would lose what the later ones add.
         parameter.grad_dtype = torch.float32 if config.train.accumulate > 1 else parameter.dtype
     cross_entropy, loss, counts = _gradients(model, batches, step, config, device)
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = global_norm(grads)
-    finite = math.isfinite(loss) and math.isfinite(norm)
+    dense, tables = _gradients_of(model)
+    norm, table_norm = global_norm(dense), global_norm(tables)
+    finite = math.isfinite(loss) and math.isfinite(norm) and math.isfinite(table_norm)
     if finite:
-        torch._foreach_mul_(grads, clip_coefficient(norm, config.train.clip))
+        torch._foreach_mul_(dense, clip_coefficient(norm, config.train.clip))
+        for table in tables:
+            table.mul_(clip_coefficient(table_norm, config.train.clip))
         optimizer.step(rate(step, config.train))
     return StepResult(loss, bits_per_byte(cross_entropy), norm, not finite, counts)
+
+
+def _gradients_of(model: Dormouse) -> tuple[list[Tensor], list[Tensor]]:
+    """The dense gradients, and of each table the sum a row that was read: both to be changed in place."""
+    dense, tables = [], []
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            continue
+        if parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+            tables.append(parameter.grad.values())
+        else:
+            dense.append(parameter.grad)
+    return dense, tables
 
 
 def _gradients(

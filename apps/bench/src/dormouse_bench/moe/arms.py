@@ -29,11 +29,6 @@ class Arm:
     """Rows an expert beyond which rows are dropped; None drops nothing."""
     pads: bool = True
 
-    @property
-    def ours(self) -> bool:
-        """Whether it is an implementation of dormouse_kernels; the others are peers."""
-        return self.name == OURS or self.name == "reference" or self.name.startswith("padded")
-
 
 @dataclass(frozen=True)
 class Absent:

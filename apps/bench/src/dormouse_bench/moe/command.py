@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from dormouse_bench import ceilings, rows, tables
-from dormouse_bench.moe import picture, problem, report, suite
+from dormouse_bench.moe import arms, picture, problem, report, suite
 from dormouse_bench.moe.costs import Rates
 from dormouse_bench.moe.shapes import DEFAULTS, SHAPES
 from dormouse_bench.rows import Origin, Row
@@ -36,6 +36,19 @@ def names(asked: str, device: str) -> list[str]:
     for name in found:
         if name not in SHAPES:
             raise ValueError(f"bench moe: --shape has {name!r}; choose from {', '.join(SHAPES)}")
+    return found
+
+
+def only(asked: str, shapes: Sequence[str], device: str) -> list[str]:
+    """The implementations of `--arms`; none means all. Errors: `ValueError` for one that none of the shapes has."""
+    found = [name.strip() for name in asked.split(",") if name.strip()]
+    if not found:
+        return []
+    listed = [each for shape in shapes for group in arms.arms(SHAPES[shape], device) for each in group]
+    known = list(dict.fromkeys(each.name for each in listed))
+    for name in found:
+        if name not in known:
+            raise ValueError(f"bench moe: --arms has {name!r}; choose from {', '.join(known)}")
     return found
 
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from dormouse_bench import timing
-from dormouse_bench.agreement import ROUNDING, distance
+from dormouse_bench.agreement import ROUNDING, distance, farthest
 from dormouse_bench.moe.arms import Arm, op, output
 from dormouse_bench.moe.problem import Problem
 
 Values = dict[str, torch.Tensor]
-Work = Callable[[], object]
+Tensors = tuple[torch.Tensor, ...]
+Work = Callable[[], Tensors]
 WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
 """What the reference computes in."""
 
@@ -62,20 +63,30 @@ class Trial:
         """One phase. Errors: whatever the arm raises; `ValueError` for a graph of an arm that waits for the device."""
         work = self._work(phase.removesuffix("-graph"))
         syncs = timing.host_syncs(work, self.device)
-        gradients = 0 if phase.startswith("fwd") and "bwd" not in phase else self._gradient_bytes()
-        extra = None
+        extra, disagreement = None, self.disagreement
         if phase.endswith("-graph"):
             if syncs:
                 raise ValueError(f"waits for the device {syncs} times a call: a graph cannot hold that")
-            work = captured(work)
+            eager = work()
+            work, kept = captured(work)
+            disagreement = disagreement or self._replayed_elsewhere(work, kept, eager)
         else:
+            gradients = self._gradient_bytes() if "bwd" in phase else 0
             extra = timing.peak_extra_bytes(work, self.device, gradients)
         ms = timing.median_ms(work, self.device, self.budget_ms)
-        return Measured(phase, self.arm.name, ms, extra, syncs, self.dropped, self.worst, self.disagreement)
+        return Measured(phase, self.arm.name, ms, extra, syncs, self.dropped, self.worst, disagreement)
+
+    def _replayed_elsewhere(self, replay: Work, kept: Tensors, eager: Tensors) -> str:
+        """A sentence when a replay leaves other values than the eager call made, or ""."""
+        for tensor in kept:
+            tensor.fill_(float("nan"))
+        replay()
+        far = farthest(kept, eager)
+        return "" if far <= ROUNDING[self.problem.hidden_states.dtype] else f"a replayed graph is {far:.1e} away"
 
     def _work(self, phase: str) -> Work:
         if phase == "fwd":
-            return torch.no_grad()(lambda: output(self.arm, self.problem))
+            return torch.no_grad()(lambda: (output(self.arm, self.problem),))
         return both(self.arm, self.problem) if phase == "fwd+bwd" else backward(self.arm, self.problem)
 
     def _gradient_bytes(self) -> int:
@@ -105,8 +116,11 @@ def backward(arm: Arm, problem: Problem) -> Work:
     return lambda: torch.autograd.grad(out, leaves, upstream, retain_graph=True)
 
 
-def captured(work: Work) -> Work:
-    """The replay of the same work, captured once in a CUDA graph: no host time between its kernels."""
+def captured(work: Work) -> tuple[Callable[[], Tensors], Tensors]:
+    """(the replay of the same work, the tensors that it writes), captured once in a CUDA graph.
+
+    A replay has no host time between its kernels.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -114,8 +128,13 @@ def captured(work: Work) -> Work:
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        work()
-    return graph.replay
+        kept = work()
+
+    def replay() -> Tensors:
+        graph.replay()
+        return kept
+
+    return replay, kept
 
 
 def compare(got: Values, want: Values, problem: Problem) -> tuple[float, str]:
@@ -129,7 +148,7 @@ def compare(got: Values, want: Values, problem: Problem) -> tuple[float, str]:
         far = distance(mine, values)
         if not far <= max(coarse, ROUNDING[mine.dtype]) and not sentence:  # a NaN is a disagreement
             sentence = f"{name} is {far:.1e} away from the reference"
-        worst = max(worst, far) if far == far else far
+        worst = far if far != far else max(worst, far)
     return worst, sentence
 
 

@@ -9,7 +9,7 @@ import torch
 from dormouse_kernels import route
 
 from dormouse_bench import timing
-from dormouse_bench.agreement import ROUNDING, distance
+from dormouse_bench.agreement import ROUNDING, farthest
 from dormouse_bench.moe.arms import OURS, Absent, reason
 from dormouse_bench.moe.measure import Measured
 from dormouse_bench.moe.problem import Problem
@@ -41,7 +41,7 @@ def measure(problem: Problem, *, device: str, budget_ms: int) -> tuple[list[Meas
 
 def _one(part: Part, want: tuple[torch.Tensor, ...], device: str, budget_ms: int) -> Measured:
     got = part.work()
-    far = max(distance(mine, theirs) for mine, theirs in zip(got, want, strict=True))
+    far = farthest(got, want)
     allowed = max(ROUNDING.get(each.dtype, 0.0) for each in want)
     wrong = "" if far <= allowed else f"its values are {far:.1e} away from eager torch's"
     syncs = timing.host_syncs(part.work, device)
@@ -69,7 +69,7 @@ def _route_parts(problem: Problem, device: str) -> list[Part]:
 
 def _combine_parts(problem: Problem, device: str) -> list[Part]:
     shape = problem.shape
-    rows = torch.randn(shape.rows, shape.f_pad, device=device).to(problem.hidden_states.dtype)
+    rows = problem.hidden_states.detach().new_empty(shape.rows, shape.f_pad).normal_()
 
     def eager() -> tuple[torch.Tensor, ...]:
         return (rows.view(shape.tokens, shape.k, -1).sum(1),)

@@ -77,13 +77,16 @@ def compare(
     found, missing = arms.arms(shape, device)
     result.absent += [each for each in missing if not only or each.name in only]
     wanted = [arm for arm in found if not only or arm.name in only]
-    # by capacity, so that one reference at a time is held: at b1 it is as large as two banks in fp32
-    for capacity in sorted({arm.capacity for arm in wanted}, key=lambda each: (each is not None, each or 0)):
+    # By capacity, so that one reference at a time is held: at b1 it is as large as two banks in fp32. Peers' kernels
+    # come last, since one that reads out of bounds ends the process's use of the device.
+    for capacity in sorted({arm.capacity for arm in wanted}, key=lambda each: (each is None, each or 0)):
         want = measure.truth(problem, capacity)
         for arm in (each for each in wanted if each.capacity == capacity):
             say(f"{name}: {arm.name}")
             _measure(result, arm, problem, want, device, budget_ms)
         del want
+    places = {arm.name: place for place, arm in enumerate(found)}
+    result.measured.sort(key=lambda each: places[each.implementation])
     if not only and not shape.shared_rank:  # a pass with more around it has the same parts
         say(f"{name}: parts")
         more, missing = parts.measure(problem, device=device, budget_ms=budget_ms)

@@ -24,7 +24,6 @@ class Loads:
 
     tiles: int
     """Tiles with rows, N."""
-    active: int
     long: int
     """Experts with more than one tile; their weight gradients have launches of their own."""
     long_rows: int
@@ -34,7 +33,7 @@ def loads(counts: torch.Tensor, tile_rows: int) -> Loads:
     """Of rows an expert, [E]."""
     longer = counts > tile_rows
     tiles = int(((counts + tile_rows - 1) // tile_rows).sum())
-    return Loads(tiles, int((counts > 0).sum()), int(longer.sum()), int(counts[longer].sum()))
+    return Loads(tiles, int(longer.sum()), int(counts[longer].sum()))
 
 
 def traffic(kernel: str, shape: Shape, routing: Loads, *, tile_rows: int, turns: bool = True, width: int = 0) -> Cost:

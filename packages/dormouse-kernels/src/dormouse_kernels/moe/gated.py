@@ -34,10 +34,15 @@ def forward(
     width: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[t] = Σ_j w_j · down_e z_j [T, width] in the accumulation dtype, and the rows [p, q] for the backward."""
-    pq = layout.mm(layout.dispatch(hidden_states), gate_up_proj)
+    pq = projections(layout, hidden_states, gate_up_proj)
     gate, up = _scaled(layout, pq, scale)
     z = torch.nn.functional.silu(gate).mul_(up).mul_(layout.of_slot(top_k_weights))
     return layout.mm_combine(z, down, width), pq
+
+
+def projections(layout: Layout, hidden_states: torch.Tensor, gate_up_proj: torch.Tensor) -> torch.Tensor:
+    """The rows [p, q]: all of the forward that a backward needs."""
+    return layout.mm(layout.dispatch(hidden_states), gate_up_proj)
 
 
 def backward(
@@ -49,9 +54,9 @@ def backward(
     scale: torch.Tensor | None,
     down: torch.Tensor,
     top_k_weights: torch.Tensor,
-    wanted: tuple[bool, bool, bool, bool, bool],
+    wanted: tuple[bool, ...],
 ) -> Gradients:
-    """Every gradient of `forward` that is `wanted`, in the order of its tensors. grad_out: [T, m], m as in down.
+    """Every gradient of `forward` that is `wanted`, five in the order of its tensors. grad_out: [T, m], m as in down.
 
     z is recomputed from p and q; with σ = sigmoid(g), g = p·s, u = q·s':
     dz = w·(V_eᵀ dy)    dw = ⟨V_eᵀ dy, g·σ·u⟩    dg = dz·u·σ·(1 + g·(1 − σ))    du = dz·g·σ

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dormouse_model.kda.selection import LOWEST
+
 CHUNK = 16
-LOWEST = -5.0
-"""The lowest log decay of a byte that the split stands; at -5.9 masked scores overflow."""
 ANCHOR = math.exp(-LOWEST * CHUNK / 2)
 
 

@@ -10,18 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dormouse_model.config import ModelConfig
-from dormouse_model.kda.conv import causal_conv
+from dormouse_model.conv import Taps, causal_conv
 from dormouse_model.kda.op import kda
 from dormouse_model.norm import RMSNorm
 from dormouse_model.state import KDAState
-
-
-class Taps(nn.Module):
-    """The weight of a depthwise convolution, `[D, 1, W]`."""
-
-    def __init__(self, channels: int, taps: int, *, device: torch.device | str | None = None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, taps, device=device))
 
 
 class KDA(nn.Module):

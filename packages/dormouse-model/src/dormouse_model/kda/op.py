@@ -13,10 +13,12 @@ from dormouse_kernels import counters
 from torch import Tensor
 
 from dormouse_model.kda import selection
-from dormouse_model.kda.bounded import LOWEST, bounded_chunk_delta_rule
+from dormouse_model.kda.bounded import bounded_chunk_delta_rule
 from dormouse_model.kda.chunk import chunk_delta_rule
 from dormouse_model.kda.recurrent import recurrent_delta_rule
 from dormouse_model.norm import unit
+
+RULES = {"bounded": bounded_chunk_delta_rule, "chunk": chunk_delta_rule, "recurrent": recurrent_delta_rule}
 
 
 def kda(
@@ -57,6 +59,7 @@ def kda(
         heads=heads,
         head_dim=size,
         needs_grad=needs_grad,
+        lower_bound=lower_bound,
         fla_version=fla_version() if q.device.type == "cuda" else None,
         requested=implementation,
     )
@@ -71,11 +74,7 @@ def kda(
     with torch.autocast(q.device.type, enabled=False):
         q, k = (unit(t.to(dtype)) for t in (q, k))
         g = gate.to(dtype) if A_log is None else log_decay(gate.to(dtype), A_log, dt_bias, lower_bound)
-        if choice.implementation == "recurrent":
-            rule = recurrent_delta_rule
-        else:
-            bounded = lower_bound is not None and lower_bound >= LOWEST
-            rule = bounded_chunk_delta_rule if bounded else chunk_delta_rule
+        rule = RULES[choice.implementation]
         output, state = rule(q, k, v.to(dtype), g, beta.to(dtype), scale=size**-0.5, initial_state=initial_state)
     return output.to(v.dtype), state
 

@@ -7,8 +7,9 @@ from typing import Literal, get_args
 
 import torch
 
-Implementation = Literal["fla", "torch", "recurrent"]
+Implementation = Literal["fla", "bounded", "chunk", "recurrent"]
 Requested = Literal["auto", "fla", "torch", "recurrent"]
+"""What a caller may ask for; `torch` is `bounded` where the decays are and `chunk` elsewhere."""
 Reason = Literal[
     "supported",
     "cpu_device",
@@ -36,6 +37,8 @@ _MENDS: dict[str, str] = {
     "int32_offsets": "lower the batch or the length",
 }
 
+LOWEST = -5.0
+"""The lowest log decay of a byte for which `bounded` holds; at -5.9 its masked scores overflow."""
 MAX_HEAD_DIM = 256
 MIN_HEAD_DIM = 16
 MAX_GRID = 65_535
@@ -52,7 +55,7 @@ class Choice:
     @property
     def is_fallback(self) -> bool:
         """True where a CUDA device runs plain torch because flash-linear-attention cannot serve."""
-        return self.implementation == "torch" and self.reason not in ("supported", "cpu_device", "forced")
+        return self.implementation in ("bounded", "chunk") and self.reason not in ("supported", "cpu_device", "forced")
 
 
 def choose(
@@ -64,16 +67,18 @@ def choose(
     heads: int,
     head_dim: int,
     needs_grad: bool,
+    lower_bound: float | None,
     fla_version: str | None,
     requested: Requested = "auto",
 ) -> Choice:
     """The implementation for one call; pure, so that it can be asked without running anything.
 
-    `fla_version` is the installed version of fla-core or None. Errors: `ValueError` for an unknown `requested`, or
-    where `"fla"` is requested and cannot serve.
+    `lower_bound` is the lowest log decay of a byte, None where nothing bounds it; `fla_version` the installed version
+    of fla-core or None. Errors: `ValueError` for an unknown `requested`, or for an `"fla"` that cannot serve.
     """
+    plain: Implementation = "bounded" if lower_bound is not None and lower_bound >= LOWEST else "chunk"
     if requested in ("torch", "recurrent"):
-        return Choice(requested, "forced")
+        return Choice("recurrent" if requested == "recurrent" else plain, "forced")
     if requested not in ("auto", "fla"):
         raise ValueError(f"kda: implementation '{requested}' does not exist; choose auto, fla, torch or recurrent")
     obstacle = _obstacle(device_type, dtype, batch, length, heads, head_dim, fla_version)
@@ -86,7 +91,7 @@ def choose(
     if length == 1 and not needs_grad:
         return Choice("recurrent", "one_byte")
     if obstacle is not None:
-        return Choice("torch", obstacle)
+        return Choice(plain, obstacle)
     return Choice("fla", "supported")
 
 

@@ -19,9 +19,9 @@ def command(run: Path, prompt: bytes, length: int, *, temperature: float, seed: 
     decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
     try:
         written = generate(model, prompt, length, temperature=temperature, seed=seed)
+        for piece in chain([prompt], written):
+            print(shown(decoder.decode(piece).encode()), end="", flush=True)
     except ValueError as error:
         raise UserError(str(error)) from None
-    for piece in chain([prompt], written):
-        print(shown(decoder.decode(piece).encode()), end="", flush=True)
     print(decoder.decode(b"", final=True), flush=True)
     return 0

@@ -45,19 +45,24 @@ def _rows(run: Path, config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _score(line: dict[str, Value], key: str) -> str:
-    window = f" over {line['window_bytes']:,} bytes" if "window_bytes" in line else ""
-    value = line[key]
+    value, nbytes = line[key], line.get("window_bytes")
+    window = f" over {nbytes:,} bytes" if isinstance(nbytes, int) else ""
     score = f"{value:.3f} BPB" if isinstance(value, int | float) else "not finite"
     return f"{score} at step {line['step']}{window}"
 
 
 def _model(config: Config) -> str:
-    from dormouse_model import Dormouse
+    from dormouse_model import ledger
+    from dormouse_model.parameter_ledger import dense_difference
 
-    numbers = sum(parameter.numel() for parameter in Dormouse(config.architecture, device="meta").parameters())
     model, experts = config.model, config.experts
-    shape = f"d {model.d_model}, {model.iterations} iterations, {experts.num_experts} experts of rank {experts.rank}"
-    return f"{numbers:,} parameters: {shape}, {experts.top_k} a byte"
+    if experts.kind == "dense":
+        more = dense_difference(config.architecture)
+        size = f"width {experts.swiglu_widths(model.d_model)[0]} ({more:+,} parameters beside two-latent experts)"
+    else:
+        size = f"rank {experts.rank}"
+    shape = f"d {model.d_model}, {model.iterations} iterations, {experts.num_experts} experts of {size}"
+    return f"{ledger(config.architecture)['total']:,} parameters: {shape}, {experts.top_k} a byte"
 
 
 def _checkpoints(run: Path) -> Iterator[tuple[int, str]]:
@@ -66,7 +71,8 @@ def _checkpoints(run: Path) -> Iterator[tuple[int, str]]:
     for step in checkpoint.steps(run):
         try:
             files = checkpoint.verify(checkpoint.checkpoint_folder(run, step))["files"]
-        except checkpoint.CheckpointError as error:
-            yield step, f"damaged ({error})"
+        except (checkpoint.CheckpointError, FileNotFoundError) as error:
+            if checkpoint.checkpoint_folder(run, step).exists():  # a run in progress drops its oldest
+                yield step, f"damaged ({error})"
         else:
             yield step, f"whole, {sum(file['bytes'] for file in files.values()):,} bytes"

@@ -18,6 +18,7 @@ from dormouse_train.data.manifest import Entry, Manifest
 from dormouse_train.data.markov import Markov
 from dormouse_train.data.sources import find, standard_library
 from dormouse_train.errors import UserError
+from dormouse_train.run_folder import CONFIG
 
 FOLDER = "data"
 
@@ -95,14 +96,17 @@ class Corpus:
 def open_corpus(data: DataSection, run: Path) -> Corpus:
     """The corpus of `run`: found, split and described in `run/data.json` the first time, checked against it afterwards.
 
-    All but large raw files are packed into `run/data/`, streamed; those are mapped where they lie. Every file, and of
-    files with rows every row, is a document. A side that begins within a document begins one there.
-    Errors: `UserError` naming a file that is missing, empty, damaged, or has changed since the run began.
+    All but large raw files are packed into `run/data/`, streamed, and not needed again while that copy is whole; those
+    are mapped where they lie. Every file, and of files with rows every row, is a document. A side that begins within a
+    document begins one there.
+    Errors: `UserError` naming a file that is missing, empty, damaged, or has changed since the run began, and for a run
+    that has lost its `data.json`: other bytes in the place of those it is of would not be noticed.
     """
     if (run / manifests.NAME).exists():
         described = manifests.load(run)
-        manifests.check(described)
-        return Corpus(*_open(described, run / FOLDER), described)
+        return Corpus(*_open(described, run / FOLDER, begun=True), described)
+    if (run / CONFIG).exists():
+        raise UserError(f"data: {run / manifests.NAME} is missing since the run began; put it back, or start a new run")
     if data.paths:
         name, sources = ", ".join(data.paths), find(data.paths, data.text_field)
     else:
@@ -122,9 +126,14 @@ def open_paths(paths: Sequence[str], folder: Path, text_field: str = "text") -> 
     return _open(Manifest(", ".join(paths), tuple(entries)), folder)[1]
 
 
-def _open(described: Manifest, folder: Path) -> tuple[ByteView, ByteView, ByteView]:
+def _open(described: Manifest, folder: Path, *, begun: bool = False) -> tuple[ByteView, ByteView, ByteView]:
+    """All sides; of a run that has `begun` every byte is compared with the manifest, in its packs where it can be."""
     entries = described.files
-    if any(map(packing.is_packed, entries)) and not packing.is_whole(entries, folder):
+    packed = any(map(packing.is_packed, entries))
+    whole = packed and packing.is_whole(entries, folder)
+    if begun:
+        manifests.check([entry for entry in entries if not (whole and packing.is_packed(entry))])
+    if packed and not whole:
         packing.pack(entries, folder)
     starts = packing.documents(entries, folder)
     pieces = [_pieces(entries, packing.mapped(folder / f"{side}.bin"), side) for side in packing.SIDES]

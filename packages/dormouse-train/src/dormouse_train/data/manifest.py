@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,9 +21,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from dormouse_train.data.markov import PREFIX
+from dormouse_train.data.markov import Markov
 from dormouse_train.data.sources import File, Source, named
 from dormouse_train.errors import UserError
+from dormouse_train.run_folder import replacing
 
 NAME = "data.json"
 SCHEMA = 1
@@ -187,12 +187,8 @@ def _first_files(sizes: list[int], digests: list[str], target: float) -> set[int
 
 def save(manifest: Manifest, run: Path) -> None:
     """Write `run/data.json`, whole or not at all."""
-    beside = run / f"{NAME}.tmp"
-    with beside.open("w", encoding="utf-8") as file:
-        json.dump(manifest.as_dict(), file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(run / NAME)
+    with replacing(run / NAME) as file:
+        file.write(json.dumps(manifest.as_dict(), indent=1).encode())
 
 
 def load(run: Path) -> Manifest:
@@ -202,15 +198,20 @@ def load(run: Path) -> Manifest:
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["schema"] != SCHEMA:
             raise UserError(f"data: {path} has schema {stored['schema']}, this version reads {SCHEMA}; start a new run")
-        return Manifest(stored["name"], tuple(Entry(**entry) for entry in stored["files"]))
+        entries = tuple(Entry(**entry) for entry in stored["files"])
+        if not entries or not all(isinstance(e.path, str) and e.train_bytes >= 0 <= e.heldout_bytes for e in entries):
+            raise ValueError("it names no files, or not as it should")
+        return Manifest(stored["name"], entries)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"data: {path} is damaged ({error}); start a new run, or put the file back") from None
 
 
-def check(manifest: Manifest) -> None:
+def check(entries: Iterable[Entry]) -> None:
     """Every file still holds what the run began with; otherwise a `UserError` names the first one that does not."""
-    for entry in manifest.files:
-        if not entry.path.startswith(PREFIX) and not Path(entry.path).exists():
+    for entry in entries:
+        if isinstance(entry.source, File) and not Path(entry.path).exists():
             raise UserError(f"data: {entry.path} is missing since the run began; put it back, or start a new run")
-        if measure(entry.source.chunks()) != (entry.bytes, entry.sha256):
+        # What is no file any more, such as a pipe, is not opened: that may wait for ever.
+        opened = isinstance(entry.source, Markov) or Path(entry.path).is_file()
+        if not opened or measure(entry.source.chunks()) != (entry.bytes, entry.sha256):
             raise UserError(f"data: {entry.path} has changed since the run began; put it back, or start a new run")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +13,7 @@ from dormouse_train.data import manifest as manifests
 from dormouse_train.data.manifest import Entry
 from dormouse_train.data.sources import File
 from dormouse_train.errors import UserError
+from dormouse_train.run_folder import replacing
 
 SIDES = ("train", "heldout")
 
@@ -48,19 +48,12 @@ def pack(entries: Sequence[Entry], folder: Path) -> None:
     Errors: `UserError` naming a file whose content is no longer what its entry says.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    written = [folder / name for name in names(entries)]
-    beside = [path.with_name(f"{path.name}.tmp") for path in written]
     with ExitStack() as stack:
-        files = [stack.enter_context(path.open("wb")) for path in beside]
+        files = [stack.enter_context(replacing(folder / name)) for name in names(entries)]
         indexes = files[len(SIDES) :] or [None] * len(SIDES)
         sides = [_Side(file, index) for file, index in zip(files[: len(SIDES)], indexes, strict=True)]
         for entry in entries:
             _add(entry, *sides)
-        for file in files:
-            file.flush()
-            os.fsync(file.fileno())
-    for path, temporary in zip(written, beside, strict=True):
-        temporary.replace(path)
 
 
 class _Side:

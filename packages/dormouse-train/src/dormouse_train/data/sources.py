@@ -101,12 +101,19 @@ def find(paths: Sequence[str], text_field: str = "text") -> list[Source]:
 
 
 def pinned(text: str) -> str:
-    """What `text` names, whatever the current folder is later."""
-    return text if text.startswith(PREFIX) else str(Path(text).expanduser().absolute())
+    """What `text` names, whatever the current folder is later. Errors: `UserError` for no text."""
+    return text if text.startswith(PREFIX) else str(Path(expanded(text)).absolute())
+
+
+def expanded(text: str) -> str:
+    """`text` with `~` at its front replaced by the home folder, where there is one. Errors: `UserError` for no text."""
+    if not text:
+        raise UserError("data: a path is empty; give a file, a folder or a glob")
+    return os.path.expanduser(text)
 
 
 def _expand(text: str) -> list[Path]:
-    path = Path(text).expanduser()
+    path = Path(expanded(text))
     if path.is_dir():
         files = _nonempty(_walk(path))
         if not files:

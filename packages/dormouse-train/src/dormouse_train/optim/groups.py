@@ -12,7 +12,7 @@ from typing import Literal
 
 from torch import nn
 
-Method = Literal["factor", "muon", "adamw"]
+Method = Literal["factor", "muon", "adamw", "sparse"]
 
 
 @dataclass(frozen=True)
@@ -43,28 +43,47 @@ class Group:
         return sum(parameter.numel() for parameter in self.parameters.values())
 
 
-_KDA = r"block\.kda\."
+_MIXER = r"block\.(kda|sdpa)\."
 _EXPERTS = r"block\.experts\."
+_ENGRAM = r"block\.memory\.engram\."
 
 RULES = (
     # Orthonormal factors: the rate is an angle, and decay could only rescale it.
     Rule("factors", "factor", (_EXPERTS + r"(shared\.)?(gate_up_proj|v)",)),
-    Rule("mixer", "muon", (_KDA + r"[qkvo]_proj\.weight",), decays=True),
-    Rule("dense", "muon", (r"readout\.weight", r"block\.memory\.weight", _EXPERTS + r"down\.weight"), decays=True),
+    # An expert that no byte chose must rest, and decay would still move it.
+    Rule("experts", "muon", (_EXPERTS + r"(shared_)?swiglu\.(gate_up|down)_proj",)),
+    Rule("mixer", "muon", (_MIXER + r"[qkvo]_proj\.weight",), decays=True),
+    Rule(
+        "dense",
+        "muon",
+        (
+            r"readout\.weight",
+            r"block\.memory\.weight",
+            _ENGRAM + r"(key|value)\.weight",
+            _EXPERTS + r"down\.weight",
+        ),
+        decays=True,
+    ),
     Rule("embedding", "adamw", (r"embedding\.weight", r"iteration_embedding")),
     Rule("head", "adamw", (r"head\.weight",)),
+    Rule("tables", "sparse", (_ENGRAM + r"tables",)),
     Rule(
         "gates",
         "adamw",
-        (r"block\.controller\.weight", _KDA + r"(decay|gate)_(down|up)\.weight", _KDA + r"beta_proj\.weight"),
+        (r"block\.controller\.weight", _MIXER + r"(decay|gate)_(down|up)\.weight", _MIXER + r"beta_proj\.weight"),
     ),
     Rule("router", "adamw", (_EXPERTS + r"router\.weight",)),
     Rule("scales", "adamw", (_EXPERTS + r"(shared\.)?scale",)),
-    Rule("convolutions", "adamw", (_KDA + r"[qkv]_conv\.weight",)),
+    Rule("convolutions", "adamw", (_MIXER + r"[qkv]_conv\.weight", _ENGRAM + r"conv\.weight")),
     Rule(
         "vectors",
         "adamw",
-        (r"alpha", r"(block\.|block\.kda\.)?norm\.weight", _KDA + r"(A_log|dt_bias|gate_up\.bias)"),
+        (
+            r"alpha",
+            r"(block\.|block\.(kda|sdpa)\.)?norm\.weight",
+            _MIXER + r"(A_log|dt_bias|gate_up\.bias)",
+            _ENGRAM + r"(query|key|conv)_norm\.weight",
+        ),
     ),
 )
 """The groups in the order they are printed."""

@@ -1,4 +1,4 @@
-"""One update of every parameter: Muon on expert factors and on dense matrices, AdamW on the rest.
+"""One update of every parameter: Muon on factors and dense matrices, sparse Adam on tables, AdamW on the rest.
 
 All optimizer state is fp32 and allocated once; loading copies into it, so that addresses stay what they were.
 """
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from dormouse_train.optim.groups import Group, Method, assign
+from dormouse_train.optim.sparse import sparse_adam_
 
 if TYPE_CHECKING:
     from dormouse_model import Dormouse
@@ -38,7 +39,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Moments:
-    """AdamW's state of one parameter: how often it was updated, and the two averages."""
+    """Adam's state of one parameter: how often it was updated, and the two averages."""
 
     updates: Tensor
     exp_avg: Tensor
@@ -59,16 +60,20 @@ class Optimizer:
     its parameters and its momentum: an expert that no byte chose must not walk on along stale momentum.
     Dense matrices: Muon, batched by shape, `m = beta m + (1 - beta) g`, the orthogonalized update times
     `sqrt(max(1, rows / columns))`, decoupled decay. Pad columns are outside the matrix that is seen, and stay zero.
-    The rest: AdamW. A group's rate is `lr_scale * lr * (optim.muon_lr or optim.adam_lr)`.
+    Experts' dense matrices are batched as they are and rest as factors do.
+    Tables: sparse Adam, on the rows that the step read. The rest: AdamW. A group's rate is `lr_scale * lr` times
+    `optim.muon_lr`, `optim.adam_lr`, or for tables `optim.adam_lr * optim.table_lr`.
     """
 
     def __init__(self, model: Dormouse, optim: OptimSection, lr: float) -> None:
         self.optim = optim
-        self.peak = {"factor": lr * optim.muon_lr, "muon": lr * optim.muon_lr, "adamw": lr * optim.adam_lr}
+        muon_lr, adam_lr = lr * optim.muon_lr, lr * optim.adam_lr
+        self.peak = {"factor": muon_lr, "muon": muon_lr, "adamw": adam_lr, "sparse": adam_lr * optim.table_lr}
         self.groups = assign(model.named_parameters())
         self._widths = {"block.experts.down.weight": model.config.experts.d_ffn}
         self._factors = _matching(model.factors(), self._named("factor"))
         self._dense = self._named("muon")
+        self._decays = {name: self._decay(group) for group in self.groups for name in group.parameters}
         self._momentum = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in self._named("factor").items()}
         self._momentum |= {
             name: torch.zeros_like(self._seen(name, p), dtype=torch.float32).contiguous()
@@ -77,13 +82,16 @@ class Optimizer:
         self._by_shape = _by_shape({name: self._seen(name, p) for name, p in self._dense.items()})
         device = next(model.parameters()).device
         self._rates = {method: torch.zeros((), device=device) for method in self.peak}
-        self._moments = {name: Moments.zeros(p) for name, p in self._named("adamw").items()}
+        self._tables = self._named("sparse")
+        self._moments = {name: Moments.zeros(p) for name, p in (self._named("adamw") | self._tables).items()}
 
     def _named(self, method: Method) -> dict[str, nn.Parameter]:
         return {name: p for group in self.groups if group.rule.method == method for name, p in group.parameters.items()}
 
     def _seen(self, name: str, tensor: Tensor) -> Tensor:
-        """A dense matrix without its pad columns."""
+        """The dense matrices [..., rows, columns] of a parameter: without pad columns, gate and up projection apart."""
+        if name.endswith(".gate_up_proj"):
+            return tensor.unflatten(-2, (2, tensor.shape[-2] // 2))
         return tensor[:, : self._widths[name]] if name in self._widths else tensor
 
     def _decay(self, group: Group) -> float:
@@ -109,6 +117,8 @@ class Optimizer:
             self._step_factor(factor)
         for names in self._by_shape:
             self._step_dense([name for name in names if self._dense[name].grad is not None])
+        for name in self._tables:
+            self._step_table(name)
         for group in self.groups:
             if group.rule.method == "adamw":
                 self._step_adamw(group)
@@ -139,9 +149,13 @@ class Optimizer:
         updates = []
         for name in names:
             grad, momentum = self._seen(name, _grad(self._dense[name])).float(), self._momentum[name]
-            momentum.lerp_(grad, 1 - beta)
-            updates.append(grad.lerp(momentum, beta) if self.optim.nesterov else momentum)
-        # Stacked copies: orthogonalizing must never touch the momentum itself.
+            moved = momentum.lerp(grad, 1 - beta)
+            update = grad.lerp(moved, beta) if self.optim.nesterov else moved
+            if grad.dim() > 2:
+                rests = (grad == 0).flatten(-2).all(-1)[..., None, None]
+                moved, update = torch.where(rests, momentum, moved), update.masked_fill(rests, 0)
+            momentum.copy_(moved)
+            updates.append(update)
         stacked = torch.stack(updates)
         rows, columns = stacked.shape[-2:]
         tall = rows > columns
@@ -150,7 +164,23 @@ class Optimizer:
         rate = self._rates["muon"]
         for name, update in zip(names, orthogonal.unbind(0), strict=True):
             seen = self._seen(name, self._dense[name])
-            seen.mul_(1 - rate * self.optim.weight_decay).sub_(update * rate)
+            seen.mul_(1 - rate * self._decays[name]).sub_(update * rate)
+
+    def _step_table(self, name: str) -> None:
+        table = self._tables[name]
+        if table.grad is None:
+            return
+        moments = self._moments[name]
+        sparse_adam_(
+            table,
+            table.grad,
+            moments.exp_avg,
+            moments.exp_avg_sq,
+            moments.updates,
+            rate=self._rates["sparse"],
+            betas=self.optim.betas,
+            eps=self.optim.eps,
+        )
 
     def _step_adamw(self, group: Group) -> None:
         """Torch's own AdamW as a function: its class imports the compiler, seconds of every start."""
@@ -174,7 +204,7 @@ class Optimizer:
         )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """`momentum.NAME`; `updates.NAME` (AdamW's count of steps), `exp_avg.NAME`, `exp_avg_sq.NAME`; live tensors."""
+        """`momentum.NAME`; `updates.NAME` (Adam's count of steps), `exp_avg.NAME`, `exp_avg_sq.NAME`; live tensors."""
         state = {f"momentum.{name}": tensor for name, tensor in self._momentum.items()}
         for name, moments in self._moments.items():
             state |= {f"{key}.{name}": tensor for key, tensor in vars(moments).items()}

@@ -39,7 +39,7 @@ def scan_bins(
 ):  # fmt: skip
     """Turns hist into its exclusive prefix over blocks; the last program makes offsets and tiles of the totals.
 
-    long[0] is the number of experts with more than one tile, long[1:] are they in ascending order.
+    long[0] is the number of experts with more than one tile, long[1:] are they and then the others, ascending.
     """
     after_previous(PDL)
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
@@ -69,8 +69,10 @@ def store_starts(n, e, tile_start_ptr, long_ptr, E, TILE: tl.constexpr):
     tiles = tl.where(e < E, tl.maximum(tiles, 1), tl.where(e == E, tiles, 0))
     tl.store(tile_start_ptr + e, tl.cumsum(tiles, 0) - tiles, mask=e <= E + 1)
     is_long = ((tiles > 1) & (e < E)).to(tl.int32)
-    tl.store(long_ptr + tl.cumsum(is_long, 0), e, mask=is_long > 0)
-    tl.store(long_ptr, tl.sum(is_long, 0))
+    longs = tl.sum(is_long, 0)
+    before = tl.cumsum(is_long, 0)
+    tl.store(long_ptr + tl.where(is_long > 0, before, longs + e + 1 - before), e, mask=e < E)
+    tl.store(long_ptr, longs)
 
 
 @triton.jit
@@ -136,11 +138,14 @@ def map_part(
 ):  # fmt: skip
     """map[tile] = (expert, first row, end row, tiles of the expert) for every tile of the part's EXPERTS experts.
 
-    Expert E holds sentinels; of the tiles that no expert has, SPARE a part get expert -1.
+    Expert E holds sentinels; of the tiles that no expert has, SPARE a part get expert -1 and zeros.
     """
     tile = part * SPARE + tl.arange(0, SPARE)
     spare = (tile >= tl.load(tile_start_ptr + E + 1)) & (tile < max_tiles)
-    tl.store(map_ptr + tile * 4, tl.zeros([SPARE], tl.int32) - 1, mask=spare)
+    none = tl.zeros([SPARE], tl.int32)
+    tl.store(map_ptr + tile * 4, none - 1, mask=spare)
+    for word in tl.static_range(1, 4):
+        tl.store(map_ptr + tile * 4 + word, none, mask=spare)
     expert = part * EXPERTS + tl.arange(0, EXPERTS)
     here = tl.load(tile_start_ptr + expert, mask=expert <= E, other=0)
     count = tl.load(tile_start_ptr + expert + 1, mask=expert <= E, other=0) - here

@@ -94,6 +94,10 @@ def route(
         # here and in `cut`, because a plain `import dormouse_kernels` must not wait for triton
         from dormouse_kernels.moe.routing.sort import sort_slots
 
+        if torch.compiler.is_compiling():
+            from dormouse_kernels.moe import library
+
+            return library.unpack(top_k_index, library.sort(top_k_index, num_experts, tile_rows), tile_rows)
         return sort_slots(top_k_index, num_experts, tile_rows)
     return _reference(top_k_index, num_experts)
 

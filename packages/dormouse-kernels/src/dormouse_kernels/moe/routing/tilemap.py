@@ -18,9 +18,9 @@ class TileMap:
     start: torch.Tensor
     """[E + 2] int32: an expert's first tile; the sentinels' first tile; the number of tiles."""
     tiles: torch.Tensor
-    """[max_tiles · 4] int32: expert (-1: no tile; E: sentinels), first row, end row, tiles of the expert."""
+    """[max_tiles · 4] int32: expert (-1: no tile, and zeros; E: sentinels), first row, end row, tiles of the expert."""
     long: torch.Tensor
-    """[E + 1] int32: how many experts have more than one tile, then they, ascending; the rest is unspecified."""
+    """[E + 1] int32: how many experts have more than one tile, then they, then the others, both ascending."""
     max_tiles: int
 
 
@@ -42,7 +42,9 @@ def cut(counts: torch.Tensor, offsets: torch.Tensor, slots: int, rows: int) -> T
     begin = offsets[inside] + (tile - start[inside]) * rows
     ends = torch.cat([offsets[1:], offsets.new_full((1,), slots)])
     end = torch.minimum(begin + rows, ends[inside])
-    named = torch.where(expert > num_experts, -1, expert)
+    spare = expert > num_experts
+    words = torch.stack([expert, begin, end, tiles[inside]], dim=1).masked_fill_(spare.unsqueeze(1), 0)
+    words[:, 0].masked_fill_(spare, -1)
     several = tiles[:-1] > 1
     # experts of several tiles first, each half in ascending order
     ranked = torch.sort(torch.where(several, 0, 1), stable=True).indices
@@ -50,7 +52,7 @@ def cut(counts: torch.Tensor, offsets: torch.Tensor, slots: int, rows: int) -> T
     return TileMap(
         rows=rows,
         start=start.to(torch.int32),
-        tiles=torch.stack([named, begin, end, tiles[inside]], dim=1).to(torch.int32).view(-1),
+        tiles=words.to(torch.int32).view(-1),
         long=long.to(torch.int32),
         max_tiles=max_tiles,
     )
