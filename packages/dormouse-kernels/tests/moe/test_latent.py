@@ -9,6 +9,7 @@ from dormouse_kernels.moe.latent import launches
 from dormouse_kernels.moe.latent.op import Saved, data_gradients, weight_gradients
 from dormouse_kernels.moe.latent.plan import plan_for
 from dormouse_kernels.moe.latent.tiles import tiles_on
+from dormouse_kernels.moe.selection import TRITON_RANKS
 from dormouse_kernels.proof import oracle, relative_errors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -16,7 +17,7 @@ NAMES = ("out", "dx", "dU", "ds", "dV", "dw", "dres")
 
 
 def fp32_plan(case):
-    return plan_for(route(case.top_k_index, 5), tiles_on(torch.device(DEVICE), torch.float32))
+    return plan_for(route(case.top_k_index, 5), tiles_on(torch.device(DEVICE), torch.float32, case.v.shape[2]))
 
 
 def values(out, case):
@@ -54,6 +55,11 @@ def fp32_case(latent_case):
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_value_and_every_gradient_equal_the_dense_loop(fp32_case, f, k):
     assert_equals_the_oracle(fp32_case(f=f, k=k))
+
+
+@pytest.mark.parametrize("r", TRITON_RANKS)
+def test_every_rank_with_a_tile_equals_the_dense_loop(fp32_case, r):
+    assert_equals_the_oracle(fp32_case(r=r))
 
 
 EXTREMES = {

@@ -1,4 +1,4 @@
-"""Rows of the sm120 table for the grouped products: every launch of Qwen3's experts, with the tiles that a card gets."""
+"""Rows of the sm120 table for the grouped products: the launches of Qwen3's experts, with the tiles of each card."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def meta(*shape: int, of: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.empty(*shape, dtype=of, device="meta")
 
 
-def launches_of(tiles: Tiles, arch: int, dtype: torch.dtype, *, T: int, D: int, I: int, E: int, k: int) -> list[Build]:  # noqa: E741
+def launches_of(tiles: Tiles, arch: int, dtype: torch.dtype, *, T: int, D: int, I: int, E: int, k: int) -> list[Build]:
     """The launches of a forward and a full backward over meta tensors, in order."""
     builds: list[Build] = []
 
@@ -54,6 +54,8 @@ def launches_of(tiles: Tiles, arch: int, dtype: torch.dtype, *, T: int, D: int, 
         launches.multiply(pre, gate_up, routing, cut, tiles.dx, source=SORTED, target=SLOT)
         launches.wgrad(pre, x, routing, gate_up, tiles.grad_up, sources=(SORTED, TOKEN))
         launches.wgrad(x, act, routing, down, tiles.grad_down, sources=(TOKEN, SORTED))
+        launches.multiply(act, down.mT, routing, cut, tiles.mm, source=SORTED, target=SORTED)
+        launches.wgrad(pre, act, routing, meta(E, 2 * I, I, of=dtype), tiles.wgrad, sources=(SORTED, SORTED))
     return builds
 
 
@@ -84,4 +86,5 @@ def test_every_operand_of_a_bf16_product_is_copied_asynchronously(built, arch):
         if kernel is not backward.sum_parts:
             # two operands, each in the loop and ahead of it
             assert compiled.async_copies.get(16, 0) >= 4, kernel.fn.__name__
-            assert any("MMA" in kind for kind in compiled.mma), kernel.fn.__name__
+            # sm_100's products are no instruction of that family
+            assert compiled.mma or arch == 100, kernel.fn.__name__

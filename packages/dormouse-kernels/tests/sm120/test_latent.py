@@ -14,12 +14,15 @@ from dormouse_kernels.moe.latent.tiles import tiles_for
 from dormouse_kernels.moe.routing import kernels as sort
 from dormouse_kernels.proof import archs
 
-B1 = {"T": 16384, "d": 2048, "r": 64, "f": 5461, "E": 1024}
+B1 = {"T": 16384, "d": 2048, "f": 5461, "E": 1024}
 CASES = {
-    "b1, turns": (2, False, torch.bfloat16),
-    "b1, turns, residual": (2, True, torch.bfloat16),
-    "b1, k 3, expanded": (3, True, torch.bfloat16),
-    "b1, fp32": (2, False, torch.float32),
+    "b1, turns": (2, False, torch.bfloat16, 64),
+    "b1, turns, residual": (2, True, torch.bfloat16, 64),
+    "b1, k 3, expanded": (3, True, torch.bfloat16, 64),
+    "b1, fp32": (2, False, torch.float32, 64),
+    "rank 128": (2, False, torch.bfloat16, 128),
+    "rank 128, residual": (2, True, torch.bfloat16, 128),
+    "rank 128, fp32": (2, False, torch.float32, 128),
 }
 HELPERS = {
     "count_blocks": (sort.slot_bins,),
@@ -54,10 +57,10 @@ def recorded():
 
 def launches_of(recorded, name, arch):
     """The launches of a case with the card's own tiles; of later cases, only what differs from the first's."""
-    k, residual, dtype = CASES[name]
-    tiles = tiles_for(divmod(arch, 10), dtype.itemsize)
+    k, residual, dtype, rank = CASES[name]
+    tiles = tiles_for(divmod(arch, 10), dtype.itemsize, rank)
     with pytest.MonkeyPatch.context() as patch:
-        launched = recorded.record(patch, tiles, **B1, k=k, dtype=dtype, residual=residual)
+        launched = recorded.record(patch, tiles, **B1, r=rank, k=k, dtype=dtype, residual=residual)
     if residual:
         return [each for each in launched if each.kernel.fn.__name__ in ("expand_rows", "sum_slots")]
     if dtype == torch.float32:

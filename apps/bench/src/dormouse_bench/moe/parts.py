@@ -78,10 +78,10 @@ def _combine_parts(problem: Problem, device: str) -> list[Part]:
     if device != "cuda":
         return parts
 
+    from dormouse_kernels.launch import dependent_launches
     from dormouse_kernels.moe.latent.launches import sum_slots
-    from dormouse_kernels.moe.latent.tiles import tiles_on
 
-    pdl = tiles_on(rows.device, rows.dtype).pdl
+    pdl = dependent_launches(rows.device)
 
     def ours() -> tuple[torch.Tensor, ...]:
         made = rows.new_empty(shape.tokens, shape.f_pad)

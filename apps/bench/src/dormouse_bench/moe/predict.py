@@ -63,7 +63,7 @@ def predict(shape: Shape, card: Card, rates: Rates) -> list[Predicted]:
     """Every launch of a forward and a backward at those rates. Errors: `ValueError` for another kind of pass."""
     if not predictable(shape):
         raise ValueError(f"predict: {shape} is not a routed latent pass of known routing; pass b1 or b1-zipf")
-    tiles = tiles_for((card.arch // 10, card.arch % 10), 2)
+    tiles = tiles_for((card.arch // 10, card.arch % 10), 2, shape.r)
     index = problem.indices(shape, "cpu")
     routing = loads(index.flatten().bincount(minlength=shape.experts), tiles.rows)
     made = record(shape, tiles)

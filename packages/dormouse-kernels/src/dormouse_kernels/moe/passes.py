@@ -98,7 +98,9 @@ def make_pass(
     from dormouse_kernels.moe.grouped.experts import SwigluPass
     from dormouse_kernels.moe.latent.op import LatentPass
 
-    return SwigluPass.over(routing, dtype) if operands.scale is None else LatentPass.over(routing, dtype)
+    if operands.scale is None:
+        return SwigluPass.over(routing, dtype)
+    return LatentPass.over(routing, dtype, operands.down.shape[2])
 
 
 def tile_rows(implementation: str, operands: Operands, slots: int) -> int:
@@ -108,7 +110,7 @@ def tile_rows(implementation: str, operands: Operands, slots: int) -> int:
     device, dtype = operands.hidden_states.device, compute_dtype(operands)
     if operands.scale is None:
         return grouped_tiles.tiles_on(device, dtype, slots / operands.down.shape[0]).rows
-    return latent_tiles.tiles_on(device, dtype).rows
+    return latent_tiles.tiles_on(device, dtype, operands.down.shape[2]).rows
 
 
 def compute_dtype(operands: Operands) -> torch.dtype:

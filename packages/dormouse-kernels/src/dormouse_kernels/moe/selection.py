@@ -9,7 +9,7 @@ import torch
 AUTO = "auto"
 TRITON = "triton"
 IMPLEMENTATIONS: tuple[str, ...] = ("reference", "padded", TRITON)
-TRITON_RANKS = (16, 32, 64)
+TRITON_RANKS = (16, 32, 64, 128)
 _TRITON_ROWS = 256
 """Mean rows an expert up to which reading each bank once is what counts; measured at 32, b1's own (H200)."""
 _TRITON_REASONS = {

@@ -33,10 +33,14 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def join_master(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """(high bfloat16, low int16) -> fp32: the inverse of `split_master`, exact for all 2³² patterns.
 
-    Errors: `TypeError` for other dtypes, `ValueError` for two shapes.
+    Errors: `TypeError` for other dtypes, `ValueError` for two shapes or devices.
     """
     if high.dtype != torch.bfloat16 or low.dtype != torch.int16:
-        raise TypeError(f"join_master: got {high.dtype} and {low.dtype}; pass bfloat16 high and int16 low halves")
+        raise TypeError(
+            f"join_master: high is {high.dtype} and low is {low.dtype}; pass bfloat16 high and int16 low halves"
+        )
+    if high.device != low.device:
+        raise ValueError(f"join_master: high is on {high.device} but low is on {low.device}; move one of them")
     if high.shape != low.shape:
         raise ValueError(f"join_master: high is {list(high.shape)} but low is {list(low.shape)}; pass one shape")
     # low is signed: where bit 15 is set, high was rounded up by one and low takes it back
@@ -49,7 +53,7 @@ def orthogonalize(x: torch.Tensor, steps: int = 4) -> torch.Tensor:
 
     That holds for singular values above `coefficients.LOWER[steps]` of ‖x xᵀ‖_F^(1/2); smaller ones are lifted as
     far as the polynomials reach. Any scale of x gives the same result, and zero gives exactly zero. Computed in fp32
-    (fp64 for fp64). Errors: `ValueError` for steps without coefficients or r > n.
+    (fp64 for fp64). Errors: `ValueError` for steps without coefficients or r > n, `TypeError` for what is no float.
     Source: Newton–Schulz on the Gram matrix, as in Dao-AILab's gram-newton-schulz; coefficients of arXiv 2505.16932.
     """
     if steps not in DESIGNED:
@@ -132,6 +136,11 @@ def muon_factor_step(
     if master.dtype != torch.float32:
         raise TypeError(f"muon_factor_step: master is {master.dtype}; pass the float32 master")
     for name, tensor in (("grad", grad), ("momentum", momentum)):
+        _check_float("muon_factor_step", name, tensor)
+        if tensor.device != master.device:
+            raise ValueError(
+                f"muon_factor_step: {name} is on {tensor.device} but master is on {master.device}; move one of them"
+            )
         if tensor.shape != master.shape:
             raise ValueError(
                 f"muon_factor_step: {name} is {list(tensor.shape)} but master is {list(master.shape)}; pass one shape"
@@ -170,7 +179,13 @@ def _plus_identity(x: torch.Tensor, value: float) -> torch.Tensor:
     return x
 
 
+def _check_float(function: str, name: str, x: torch.Tensor) -> None:
+    if not x.is_floating_point():
+        raise TypeError(f"{function}: {name} is {x.dtype}; pass a floating-point tensor")
+
+
 def _check_rows(function: str, name: str, x: torch.Tensor) -> None:
+    _check_float(function, name, x)
     if x.dim() < 2 or x.shape[-2] > x.shape[-1]:
         raise ValueError(
             f"{function}: {name} has shape {list(x.shape)}; pass [..., r, n] with r <= n, {name}.mT for columns"

@@ -13,22 +13,39 @@ from dormouse_kernels.offsets import row_offset
 
 
 @triton.jit
-def through_gate(pre_ptr, dpre_ptr, act_ptr, dz, weight, row, inside, col, INNER):
-    """Stores dpre and act at columns `col` of rows `row`, given dz~ there; returns <dz~, z> over these columns."""
-    stored = inside[:, None] & (col < INNER)[None, :]
-    at = row_offset(row, 2 * INNER)[:, None] + col[None, :]
-    gate = tl.load(pre_ptr + at, mask=stored, other=0.0).to(tl.float32)
-    up = tl.load(pre_ptr + at + INNER, mask=stored, other=0.0).to(tl.float32)
-    sigma = tl.sigmoid(gate)
-    silu = gate * sigma
-    z = silu * up
-    act_at = act_ptr + row_offset(row, INNER)[:, None] + col[None, :]
-    tl.store(act_at, (z * weight[:, None]).to(act_ptr.dtype.element_ty), mask=stored)
-    part = tl.sum(dz * z, 1)
-    dz = dz * weight[:, None]
-    dgate = dz * up * sigma * (1.0 + gate * (1.0 - sigma))
-    tl.store(dpre_ptr + at, dgate.to(dpre_ptr.dtype.element_ty), mask=stored)
-    tl.store(dpre_ptr + at + INNER, (dz * silu).to(dpre_ptr.dtype.element_ty), mask=stored)
+def through_gate(
+    pre_ptr, dpre_ptr, act_ptr, dz, weight, row, inside, start, INNER,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """Stores dpre and act at COLS columns from `start` of rows `row`, given dz~ there; returns <dz~, z> over them.
+
+    PIECE columns at a time: more of them, in fp32, do not fit in the registers beside dz~.
+    """
+    if COLS > PIECE:
+        first, second = halves(dz, ROWS, COLS)
+        half: tl.constexpr = COLS // 2
+        part = through_gate(
+            pre_ptr, dpre_ptr, act_ptr, first, weight, row, inside, start, INNER, ROWS, half, PIECE
+        )  # fmt: skip
+        part += through_gate(
+            pre_ptr, dpre_ptr, act_ptr, second, weight, row, inside, start + half, INNER, ROWS, half, PIECE
+        )  # fmt: skip
+    else:
+        col = start + tl.arange(0, COLS)
+        stored = inside[:, None] & (col < INNER)[None, :]
+        at = row_offset(row, 2 * INNER)[:, None] + col[None, :]
+        gate = tl.load(pre_ptr + at, mask=stored, other=0.0).to(tl.float32)
+        up = tl.load(pre_ptr + at + INNER, mask=stored, other=0.0).to(tl.float32)
+        sigma = tl.sigmoid(gate)
+        silu = gate * sigma
+        z = silu * up
+        act_at = act_ptr + row_offset(row, INNER)[:, None] + col[None, :]
+        tl.store(act_at, (z * weight[:, None]).to(act_ptr.dtype.element_ty), mask=stored)
+        part = tl.sum(dz * z, 1)
+        dz = dz * weight[:, None]
+        dgate = dz * up * sigma * (1.0 + gate * (1.0 - sigma))
+        tl.store(dpre_ptr + at, dgate.to(dpre_ptr.dtype.element_ty), mask=stored)
+        tl.store(dpre_ptr + at + INNER, (dz * silu).to(dpre_ptr.dtype.element_ty), mask=stored)
     return part
 
 
@@ -37,7 +54,7 @@ def gate_gradients(
     dy_ptr, down_ptr, pre_ptr, weight_ptr, dpre_ptr, act_ptr, part_ptr, order_ptr, map_ptr, dy_row, bank_expert,
     bank_row, E, R, D, INNER, max_tiles,
     TOP_K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """COLS columns of dz~ and, from it, dpre [R, 2I], act = w z [R, I] again, and part[block, row] of dw."""
     tile, block = place_of(tl.program_id(0), max_tiles, tl.cdiv(INNER, COLS), GROUP)
@@ -58,11 +75,9 @@ def gate_gradients(
     )
     inside = place < end
     weight = tl.load(weight_ptr + slot).to(tl.float32)
-    # half the columns at a time: all of them at once, in fp32, do not fit in the registers
-    first, second = halves(dz, ROWS, COLS)
-    half = block * COLS + tl.arange(0, COLS // 2)
-    part = through_gate(pre_ptr, dpre_ptr, act_ptr, first, weight, row, inside, half, INNER)
-    part += through_gate(pre_ptr, dpre_ptr, act_ptr, second, weight, row, inside, half + COLS // 2, INNER)
+    part = through_gate(
+        pre_ptr, dpre_ptr, act_ptr, dz, weight, row, inside, block * COLS, INNER, ROWS, COLS, PIECE
+    )  # fmt: skip
     tl.store(part_ptr + row_offset(block, R) + row, part, mask=inside)
 
 

@@ -67,7 +67,8 @@ def wgrad(
             **blocks, "EVEN_K": k % tile.rows == 0, "EVEN_N": n % tile.cols == 0,
         },
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        # a row that is looked up in the loop is loaded in two steps: the pipeliner then keeps half as many in flight
+        num_stages=tile.stages if sources == (SORTED, SORTED) else 2 * tile.stages - 1,
     )  # fmt: skip
 
 
@@ -117,7 +118,7 @@ def gate_gradients(
             "part_ptr": parts, "order_ptr": routing.order, "map_ptr": tile_map.tiles, "dy_row": dy.stride(0),
             "bank_expert": down.stride(0), "bank_row": down.stride(1), "E": experts, "R": slots, "D": width,
             "INNER": inner, "max_tiles": tile_map.max_tiles, "TOP_K": routing.top_k,
-            **_blocks(tile, width, inner, pre.dtype),
+            "PIECE": tile.piece, **_blocks(tile, width, inner, pre.dtype),
         },
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class Tile:
-    """Block of one kernel: rows × cols of the result, depth of the contraction at a time, warps, pipeline stages."""
+    """Block of one kernel: rows × cols of the result, depth of the contraction at a time, warps, blocks in flight."""
 
     rows: int
     cols: int
@@ -18,6 +18,8 @@ class Tile:
     stages: int
     group: int = 8
     """Tiles that go through their columns together."""
+    piece: int = 32
+    """Columns at a time that go through the GLU's gradient, which would not fit in the registers whole."""
 
 
 @dataclass(frozen=True)
@@ -50,21 +52,20 @@ SM_90 = Tiles(
     down=Tile(128, 256, 64, 8, 3),
     gate=Tile(128, 128, 64, 8, 4),
     dx=Tile(128, 256, 64, 8, 3),
-    grad_up=Tile(256, 128, 64, 8, 5),
-    grad_down=Tile(128, 256, 64, 8, 5),
+    grad_up=Tile(256, 128, 64, 8, 3),
+    grad_down=Tile(128, 256, 64, 8, 3),
     mm=Tile(128, 256, 64, 8, 3),
-    wgrad=Tile(128, 256, 64, 8, 4),
+    wgrad=Tile(128, 256, 64, 8, 3),
 )
-"""For wgmma and 227 KiB of shared memory a block; the best of 15 to 19 each at the sizes of Qwen3's experts on an H200.
-Where rows are looked up in the loop, as weight gradients do, five stages keep three tiles in flight."""
-SM_90_SHORT = _every(Tile(64, 128, 64, 4, 4), Tile(64, 64, 64, 4, 4), Tile(128, 128, 32, 8, 5), Tile(64, 128, 64, 4, 4))
+"""For wgmma and 227 KiB of shared memory a block; the best of 15 to 19 each at Qwen3's sizes on an H200."""
+SM_90_SHORT = _every(Tile(64, 128, 64, 4, 4), Tile(64, 64, 64, 4, 4), Tile(128, 128, 32, 8, 3), Tile(64, 128, 64, 4, 4))
 """The same for experts of few rows: half the rows a tile."""
-SM_120 = _every(Tile(128, 128, 32, 8, 4), Tile(128, 64, 32, 8, 4), Tile(128, 128, 32, 8, 5), Tile(128, 128, 32, 8, 4))
+SM_120 = _every(Tile(128, 128, 32, 8, 4), Tile(128, 64, 32, 8, 4), Tile(128, 128, 32, 8, 3), Tile(128, 128, 32, 8, 4))
 """For mma.sync and 99 KiB of shared memory; sm_80, 86 and 89 take it too. Compiled for, not measured."""
-SM_120_SHORT = _every(Tile(64, 128, 32, 4, 4), Tile(64, 64, 32, 4, 4), Tile(64, 128, 32, 4, 5), Tile(64, 128, 32, 4, 4))
+SM_120_SHORT = _every(Tile(64, 128, 32, 4, 4), Tile(64, 64, 32, 4, 4), Tile(64, 128, 32, 4, 3), Tile(64, 128, 32, 4, 4))
 WIDE = _every(Tile(64, 32, 32, 8, 2), Tile(64, 16, 32, 8, 2), Tile(64, 32, 32, 8, 2), Tile(64, 32, 32, 8, 2))
 """For four-byte operands, anywhere."""
-INTERPRETED = _every(*[Tile(16, 16, 16, 4, 2, group=2)] * 4)
+INTERPRETED = _every(*[Tile(16, 16, 16, 4, 2, group=2, piece=8)] * 4)
 """For the interpreter: small tiles, so that small cases have several."""
 SHORT_ROWS = 96
 """Rows an expert on average up to which the short tiles waste less: half of a 128-row tile is then empty."""

@@ -77,9 +77,9 @@ class LatentPass:
     dtype: torch.dtype
 
     @classmethod
-    def over(cls, routing: Routing, dtype: torch.dtype, tiles: Tiles | None = None) -> Self:
+    def over(cls, routing: Routing, dtype: torch.dtype, rank: int, tiles: Tiles | None = None) -> Self:
         """The pass over a routing, with the tiles of its device unless others are given."""
-        return cls(plan_for(routing, tiles or tiles_on(routing.order.device, dtype)), dtype)
+        return cls(plan_for(routing, tiles or tiles_on(routing.order.device, dtype, rank)), dtype)
 
     def forward(self, operands: Operands) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The result [T, f_pad], and z and [p, q]."""

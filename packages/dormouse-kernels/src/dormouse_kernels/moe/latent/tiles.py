@@ -53,6 +53,17 @@ WIDE = Tiles(
     grad_v_stages=2, grad_v_pieces=1, grad_u_d=32, grad_u_stages=2, long_block=32, long_warps=8, long_stages=2,
 )  # fmt: skip
 """For four-byte operands, anywhere: half the rows, so that registers and shared memory hold."""
+SM_120_R128 = replace(
+    SM_120, rows=32, latent_warps=8, expand_f=64, expand_residual_f=32, expand_warps=8, grad_v_f=32, grad_v_warps=8,
+    grad_u_d=32, grad_u_stages=2, long_block=32, long_warps=8, long_stages=2,
+)  # fmt: skip
+"""Rank 128 in 99 KiB: half the rows, half the columns; compiled for, not measured."""
+SM_90_R128 = replace(
+    SM_120_R128, rows=64, expand_residual_f=64, grad_v_f=64, grad_u_d=64, long_programs=SM_90.long_programs
+)
+"""Rank 128 in 227 KiB."""
+WIDE_R128 = replace(WIDE, rows=16, expand_warps=8, grad_u_d=16, long_block=16)
+"""Rank 128, four-byte operands."""
 INTERPRETED = Tiles(
     rows=16,
     latent_d=16,
@@ -68,22 +79,27 @@ INTERPRETED = Tiles(
 """For the interpreter: small tiles, so that small cases have several."""
 
 
-def tiles_for(capability: tuple[int, int] | None, itemsize: int) -> Tiles:
-    """The table's row for a compute capability (None: the interpreter) and the operands' bytes.
+def tiles_for(capability: tuple[int, int] | None, itemsize: int, rank: int) -> Tiles:
+    """The table's row for a compute capability (None: the interpreter), the operands' bytes and the rank.
 
     A card that is newer than the table gets the row of 99 KiB and mma.sync, which fits everywhere.
     """
     if capability is None:
         return INTERPRETED
+    pdl = capability >= (9, 0)
     if itemsize > 2:
-        return replace(WIDE, pdl=capability >= (9, 0))
-    if capability[0] in (9, 10):
+        return replace(WIDE if rank <= 64 else WIDE_R128, pdl=pdl)
+    large = capability[0] in (9, 10)
+    if rank > 64:
+        return replace(SM_90_R128 if large else SM_120_R128, pdl=pdl)
+    if large:
         return SM_90
-    if capability >= (12, 0):
+    if pdl:
         return SM_120
     return SM_80 if capability == (8, 0) else SM_86
 
 
-def tiles_on(device: torch.device, dtype: torch.dtype) -> Tiles:
-    """The row for operands of `dtype` on a device."""
-    return tiles_for(torch.cuda.get_device_capability(device) if device.type == "cuda" else None, dtype.itemsize)
+def tiles_on(device: torch.device, dtype: torch.dtype, rank: int) -> Tiles:
+    """The row for operands of `dtype` and a rank on a device."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return tiles_for(capability, dtype.itemsize, rank)
