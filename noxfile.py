@@ -78,9 +78,11 @@ def prove(session: nox.Session, table: str, *options: str) -> None:
 @nox.session
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def tests(session: nox.Session, package: str) -> None:
-    """One package's tests in an environment that holds only what it declares: a wrong import fails here."""
+    """One package's tests in an environment that holds only what it and its extras declare: a wrong import fails here."""
     here = {"UV_PROJECT_ENVIRONMENT": session.virtualenv.location}
-    session.run_install("uv", "sync", "--quiet", "--locked", "--package", package, env=here, external=True)
+    session.run_install(
+        "uv", "sync", "--quiet", "--locked", "--package", package, "--all-extras", env=here, external=True
+    )
     # The two proof folders have sessions of their own.
     proofs = [f"--ignore={folder(package)}/tests/{table}" for table in ("parity", "sm120")]
     session.run("python", "-m", "pytest", str(folder(package)), *proofs, *session.posargs, env=ONE_THREAD)
@@ -141,7 +143,9 @@ def api(session: nox.Session) -> None:
 @nox.session(default=False)
 def floor(session: nox.Session) -> None:
     """CPU tests of every package on the oldest stack that the ranges admit, torch 2.11 and triton 3.6."""
-    packages = [argument for package in PACKAGES for argument in ("--editable", str(folder(package)))]
+    extras = {package: ",".join(project(package).get("optional-dependencies", {})) for package in PACKAGES}
+    editable = (f"{folder(package)}[{extras[package]}]" if extras[package] else folder(package) for package in PACKAGES)
+    packages = [argument for path in editable for argument in ("--editable", str(path))]
     groups = [argument for package in PACKAGES for argument in ("--group", f"{folder(package)}/pyproject.toml:test")]
     # Without the root's configuration, whose constraints pin the newer stack.
     session.run_install("uv", "pip", "install", "--no-config", *FLOOR, *packages, *groups, external=True)
