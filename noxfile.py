@@ -78,11 +78,10 @@ def prove(session: nox.Session, table: str, *options: str) -> None:
 @nox.session
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def tests(session: nox.Session, package: str) -> None:
-    """One package's tests in an environment that holds only what it and its extras declare: a wrong import fails here."""
+    """One package's tests in an environment that holds what it and its extras declare: a wrong import fails here."""
     here = {"UV_PROJECT_ENVIRONMENT": session.virtualenv.location}
-    session.run_install(
-        "uv", "sync", "--quiet", "--locked", "--package", package, "--all-extras", env=here, external=True
-    )
+    sync = ("uv", "sync", "--quiet", "--locked", "--package", package, "--all-extras")
+    session.run_install(*sync, env=here, external=True)
     # The two proof folders have sessions of their own.
     proofs = [f"--ignore={folder(package)}/tests/{table}" for table in ("parity", "sm120")]
     session.run("python", "-m", "pytest", str(folder(package)), *proofs, *session.posargs, env=ONE_THREAD)

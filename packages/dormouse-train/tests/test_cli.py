@@ -59,6 +59,10 @@ MISTAKES = {
     "no run": (["dormouse", "generate"], "run"),
     "missing data": ([*TRAIN, "--data", "nothing.txt"], "nothing.txt does not exist; give a file"),
     "empty data": ([*TRAIN, "--data", "empty.txt"], "empty.txt is empty"),
+    "no path of data": ([*TRAIN, "--data", ""], "a path is empty; give a file"),
+    "a home of nobody": ([*TRAIN, "--data", "~nobody-of-that-name/x"], "does not exist"),
+    "no name of a configuration": (["train", "--config", "", "--run", "new"], "neither a named configuration"),
+    "info of a file": (["dormouse", "info", "words.txt"], "words.txt is no folder"),
     "four bytes": (
         ["train", "--config", "tiny.toml", "--data", "short.txt", "--run", "new"],
         "train.seq = 32 needs 33",

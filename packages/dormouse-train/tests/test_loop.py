@@ -167,6 +167,40 @@ def test_a_stop_is_not_kept_waiting_and_what_it_cut_off_is_done_on_resume(
     assert [[line.get(k) for k in keys] for line in read(whole)] == [[line.get(k) for k in keys] for line in read(cut)]
 
 
+@pytest.mark.parametrize("during", ["evaluate", "generate"])
+def test_what_kills_an_evaluation_costs_no_step_and_a_resume_evaluates_again(
+    tmp_path, configured, monkeypatch, during
+) -> None:
+    config = configured("log.every=1", "eval.every=4", "eval.window_bytes=64", "checkpoint.every=4")
+    whole, cut = new(tmp_path / "whole"), new(tmp_path / "cut")
+    loop.train(config, whole)
+    real = getattr(loop, during)
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, during, killed)
+    with pytest.raises(KeyboardInterrupt):
+        loop.train(config, cut)
+    assert [path.name for path in (cut / "checkpoints").iterdir()] == ["step-4"]
+    monkeypatch.setattr(loop, during, real)
+    loop.train(config, cut, resume=True)
+    left, right = tensors(whole, 8), tensors(cut, 8)
+    assert all(torch.equal(value, right[name]) for name, value in left.items())
+    keys = ("step", "loss", "heldout_bpb", "counters.kda/forward/bounded", "counters.kda/decode/recurrent")
+    assert [[line.get(k) for k in keys] for line in read(whole)] == [[line.get(k) for k in keys] for line in read(cut)]
+
+
+def test_a_model_that_is_not_finite_gives_no_sample_and_the_run_a_sentence(tmp_path, configured) -> None:
+    config = configured(
+        "train.lr=1e6", "optim.weight_decay=1e6", "train.warmup=0", "eval.every=1", "train.max_skipped=3"
+    )
+    run, file = new(tmp_path / "run"), io.StringIO()
+    with pytest.raises(UserError, match=r"lower train\.lr"):
+        loop.train(config, run, console=Console(file))
+    assert "the model's logits are not finite" in file.getvalue()
+
+
 def test_a_stop_before_the_first_step_is_saved_too(tmp_path, configured, monkeypatch) -> None:
     run = new(tmp_path / "run")
     real = loop.Dormouse

@@ -34,9 +34,7 @@ def main() -> None:
 
 @app.command()
 def experts(
-    shape: Annotated[
-        str, typer.Option(help="A named configuration or b1; by default b1 on CUDA and nano elsewhere.")
-    ] = "",
+    shape: Annotated[str, typer.Option(help="A named configuration; by default b1 on CUDA and nano elsewhere.")] = "",
     device: DeviceOption = None,
     rounds: RoundsOption = 10,
     out: OutOption = None,

@@ -16,7 +16,8 @@ Run = Annotated[Path, typer.Argument(help="The folder of a run.")]
 
 def train(
     config: Annotated[
-        str | None, typer.Option("--config", metavar="NAME|FILE", help="A named configuration or a TOML file.")
+        str | None,
+        typer.Option("--config", metavar="NAME|FILE", help="A name or a TOML file; nano on a CPU, small on CUDA."),
     ] = None,
     data: Annotated[
         list[str] | None,

@@ -110,8 +110,8 @@ class OptimSection(Section):
     """Decoupled decay of dense matrices; orthonormal factors are not decayed."""
     betas: tuple[Share, Share] = (0.9, 0.95)
     """AdamW's two averages."""
-    eps: Finite = Field(default=1e-8, ge=1e-37)
-    """AdamW's; below 1e-37 it is nothing in fp32, and a gradient of zero would be 0 / 0."""
+    eps: Finite = Field(default=1e-8, ge=1e-20)
+    """AdamW's. What is nothing in fp32 would make a gradient of zero 0 / 0."""
     retract: Literal["step", "never"] = "step"
     """When factors are brought back to orthonormal."""
 

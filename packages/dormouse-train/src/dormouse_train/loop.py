@@ -123,11 +123,11 @@ class _Loop:
         gc.collect()
         gc.freeze()
         if self.saved_step is not None:
-            self._look(again=True)
+            self._look()
         while self.progress.step < keys.train.steps and not self.signals.requested:
             self._step()
             step = self.progress.step
-            # Saved before it is looked at: whatever an evaluation meets, the step is not lost.
+            # Saved before it is looked at, so that an evaluation that is killed loses no step: a resume looks again.
             if step == keys.train.steps or _due(step, keys.checkpoint.every):
                 self._save()
             self._look()
@@ -196,33 +196,26 @@ class _Loop:
     def _counted(self) -> dict[str, int]:
         return {f"counters.{key}": value for key, value in self.counters.snapshot().items()}
 
-    def _look(self, *, again: bool = False) -> None:
-        """Evaluate and sample where that is due, or give it up for a stop; `again` does what a stop left undone."""
+    def _look(self) -> None:
+        """Evaluate and sample where that is due, or give it up for a stop.
+
+        A checkpoint holds the counters of before: a resume from it looks again, and counts it then.
+        """
         keys, step = self.config, self.progress.step
         if step >= keys.train.steps or not _due(step, keys.eval.every):
             return
-        with suppress(StopRequested):
-            if not (again and any(at == step for at, _ in self.scored)):
-                self._evaluate(keys.eval.window_bytes)
-            if not (again and self._sample_file().exists()):
-                self._sample()
-
-    @contextmanager
-    def _uncounted_if_stopped(self) -> Generator[None]:
-        """What is given up leaves no trace in the counters: a resume does it again and counts it then."""
         counted = self.counters.snapshot()
         try:
-            yield
+            self._evaluate(keys.eval.window_bytes)
+            self._sample()
         except StopRequested:
             self.counters.load(counted)
-            raise
 
     def _evaluate(self, wanted: int) -> Evaluation:
-        with self._uncounted_if_stopped():
-            scored = evaluate(self.model, self.corpus.heldout, wanted, check=self.signals.check)
+        scored = evaluate(self.model, self.corpus.heldout, wanted, check=self.signals.check)
         step, window_bytes = self.progress.step, scored.window_bytes
         self.console.evaluation(step, scored)
-        if (step, window_bytes) not in self.scored:  # a finished run that is resumed only reports again
+        if (step, window_bytes) not in self.scored:  # a resume looks, or reports, again
             self.metrics.write({"step": step, "heldout_bpb": scored.bpb, "window_bytes": window_bytes})
             self.scored.add((step, window_bytes))
         return scored
@@ -233,21 +226,17 @@ class _Loop:
             return
         prompt = keys.prompt.encode("utf-8", "surrogateescape")
         try:
-            with self._uncounted_if_stopped():
+            self.signals.check()
+            for byte in generate(self.model, prompt, keys.sample_bytes, temperature=SAMPLE_TEMPERATURE):
+                written += byte
                 self.signals.check()
-                for byte in generate(self.model, prompt, keys.sample_bytes, temperature=SAMPLE_TEMPERATURE):
-                    written += byte
-                    self.signals.check()
         except NonFiniteLogits:  # the steps that follow are skipped, and `train.max_skipped` of them end the run
             self.console.note(f"no sample at step {self.progress.step}: the model's logits are not finite")
             return
-        file = self._sample_file()
+        file = self.folder / SAMPLES / f"step-{self.progress.step}.txt"
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(prompt + written)
         self.console.sample(prompt, written)
-
-    def _sample_file(self) -> Path:
-        return self.folder / SAMPLES / f"step-{self.progress.step}.txt"
 
     def _save(self) -> None:
         if self.saved_step != self.progress.step:

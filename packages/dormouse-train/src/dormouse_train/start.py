@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,11 @@ from dormouse_train.signals import before_leaving
 
 if TYPE_CHECKING:
     from dormouse_train.console import Console
+    from dormouse_train.data import Corpus
     from dormouse_train.loop import Result
+
+ON_CUDA = "small"
+"""The configuration of a run that names none, where its device is CUDA; `load_config` knows the other."""
 
 
 def train(
@@ -35,7 +39,8 @@ def train(
 ) -> Result:
     """Train `config` in the folder `run`, and return how it ended: the folder, the step and the held-out BPB.
 
-    `config` is a name, a TOML file, its tables as a dict, or a `Config`; None means `nano`, on resume the run's own.
+    `config` is a name, a TOML file, its tables as a dict, or a `Config`. None is `nano` on a CPU and `small` on CUDA,
+    or the run's own on a resume.
     `sets` are `key=value` as on the command line, `overrides` dotted keys with values; neither goes with a `Config`.
     Without `run` a new folder is made under `runs/`, and a `resume` means the newest there. A resume goes on from the
     newest checkpoint, or from step 0 where none was written, bit for bit as if the run had not been interrupted.
@@ -55,7 +60,8 @@ def train(
     with run_folder.locked(folder):
         run_folder.clear_start(folder)
         with _undone_on_error(folder, made=made):
-            chosen, corpus = _prepare(chosen, folder, console)
+            on_cuda = partial(load_config, ON_CUDA, sets, overrides) if config is None else None
+            chosen, corpus = _prepare(chosen, folder, console, on_cuda=on_cuda)
             _check_init(chosen)
             run_folder.write_config(folder, chosen)
         return _loop(chosen, folder, corpus, resume=False, console=console)
@@ -81,16 +87,30 @@ def _go_on(config: Config, folder: Path, console: Console | None) -> Result:
     return _loop(config, folder, corpus, resume=saved, console=console)
 
 
-def _prepare(config: Config, folder: Path, console: Console | None) -> tuple[Config, Corpus]:
-    """Open the data, which is quick, before torch is imported, which is not; then settle the device."""
+def _prepare(
+    config: Config, folder: Path, console: Console | None, *, on_cuda: Callable[[], Config] | None = None
+) -> tuple[Config, Corpus]:
+    """Open the data, which is quick, before torch is imported, which is not; then settle the device.
+
+    `on_cuda` makes the configuration to take instead where that device is CUDA.
+    """
     if config.log.tensorboard:
         events.require()
     corpus = open_corpus(config.data, folder)
-    Batches(corpus.train, batch=config.train.batch, seq=config.train.seq, seed=config.train.seed)
+    _refuse_short(corpus, config)
     if console is not None:
         sizes = f"{len(corpus.train):,} bytes to train on, {len(corpus.heldout):,} held out"
         console.note(f"run {folder}: {corpus.name}, {sizes}")
-    return _with_device(config, settled(config.train.device)), corpus
+    device = settled(config.train.device)
+    if device == "cuda" and on_cuda is not None:
+        config = _pinned(on_cuda())
+        _refuse_short(corpus, config)
+    return _with_device(config, device), corpus
+
+
+def _refuse_short(corpus: Corpus, config: Config) -> None:
+    """The error of data that holds no batch."""
+    Batches(corpus.train, batch=config.train.batch, seq=config.train.seq, seed=config.train.seed)
 
 
 def _check_init(config: Config) -> None:
