@@ -239,6 +239,23 @@ def test_other_bytes_are_scored_whole_and_a_seed_repeats_what_is_written(copied:
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_eval_of_bytes_that_are_not_there_names_them(copied: Path):
+    with pytest.raises(UserError, match=r"nothing.txt does not exist"):
+        evaluate.command(copied, ["nothing.txt"])
+    with pytest.raises(UserError, match="keeps no bytes for a test"):
+        evaluate.command(copied, [], test=True)
+
+
+def test_eval_reads_rows_by_the_field_of_the_run(copied: Path, capsys: pytest.CaptureFixture[str]):
+    Path("rows.jsonl").write_text('{"text": "of a row"}\n{"text": "another"}\n')
+    evaluate.command(copied, ["rows.jsonl"])
+    assert capsys.readouterr().out.endswith(" BPB over 15 bytes (rows.jsonl)\n")
+    config = copied / "config.toml"
+    config.write_text(config.read_text().replace('text_field = "text"', 'text_field = "body"'))
+    with pytest.raises(UserError, match="no field 'body'"):
+        evaluate.command(copied, ["rows.jsonl"])
+
+
 def test_a_model_that_writes_nothing_finite_is_a_sentence(copied: Path):
     folder = copied / "checkpoints" / "step-6"
     weights = load_file(folder / "model.safetensors")
