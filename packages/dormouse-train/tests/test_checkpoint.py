@@ -204,6 +204,7 @@ def test_leftovers_are_ignored_and_cleaned(tmp_path: Path):
     for name in ("step-2.tmp", "step-3.tmp"):
         (tmp_path / "checkpoints" / name).mkdir()
         (tmp_path / "checkpoints" / name / "model.safetensors").write_bytes(b"half")
+    (tmp_path / "checkpoints" / "notes.tmp").write_text("a file")
     assert saved.load() == 1
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
 

@@ -99,7 +99,12 @@ def test_one_path_may_be_set_without_a_list():
         (["experts.top_k=99"], "lower top_k"),
         (["model.d_model=64", "experts.rank=65"], "config: experts.rank is 65 but model.d_model 64"),
         (["experts.d_ffn=20", "experts.rank=21"], "rank is 21 but d_ffn 20"),
-        (["eval.prompt=\udcff"], "not UTF-8"),
+        (["eval.prompt=\udcff"], "config: 'eval.prompt', got '\\udcff': it is not UTF-8"),
+        (["data.paths=b/\udcff.txt"], "config: 'data.paths', got ('b/\\udcff.txt',): it is not UTF-8"),
+        (["train.lr=1e300"], "less than or equal to 1000000"),
+        (["optim.muon_lr=1e300"], "less than or equal to 1000000"),
+        (["optim.eps=1e-300"], "'optim.eps', got 1e-300"),
+        (["train.threads=99999999999"], "less than or equal to 4096"),
     ],
 )
 def test_a_wrong_key_or_value_is_refused_with_the_mend(sets: list[str], says: str):
@@ -107,6 +112,11 @@ def test_a_wrong_key_or_value_is_refused_with_the_mend(sets: list[str], says: st
         load_config(None, sets)
     assert says in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_an_empty_name_is_not_the_default():
+    with pytest.raises(ConfigError, match=r"'' is neither a named configuration nor a file; the names are .*nano"):
+        load_config("")
 
 
 def test_an_unknown_key_of_a_file_is_refused_with_the_nearest(tmp_path: Path):
@@ -140,7 +150,8 @@ def test_a_difference_names_each_key_with_both_values():
 
 def test_progress_keys_may_change_on_resume_and_others_not():
     saved = load_config(None)
-    changed = {"eval.prompt": "x"} | dict.fromkeys(PROGRESS_KEYS - {"eval.prompt"}, 3)
+    others = {"eval.prompt": "x", "log.tensorboard": True}
+    changed = others | dict.fromkeys(PROGRESS_KEYS - others.keys(), 3)
     assert {"train.max_skipped", "eval.window_bytes"} <= changed.keys()
     assert refused_on_resume(saved, load_config(None, [], changed), step=5) == {}
     assert refused_on_resume(saved, load_config(None, ["train.seed=1"]), step=5) == {"train.seed": (0, 1)}

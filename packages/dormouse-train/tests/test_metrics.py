@@ -44,3 +44,12 @@ def test_a_line_that_a_killed_process_left_unfinished_is_dropped(tmp_path: Path,
 def test_there_may_be_nothing_to_cut(tmp_path: Path):
     Metrics(tmp_path).cut_back(0)
     assert read(tmp_path) == []
+
+
+def test_a_line_that_no_run_wrote_is_left_out(tmp_path):
+    whole = b'{"step": 1, "train_bpb": 2.0}'
+    foreign = [b'{"step": 1, "window_bytes": [1]}', b'{"step": {}}', b"[1]", b"\xff\xfe", b'{"loss": 1}']
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*foreign, whole, b""]))
+    assert read(tmp_path) == [{"step": 1, "train_bpb": 2.0}]
+    Metrics(tmp_path).cut_back(1)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == whole + b"\n"

@@ -97,6 +97,20 @@ def test_a_run_killed_at_any_moment_goes_on_to_the_same_end(command, finished):
     assert_same_end(command.here / "run", finished[0])
 
 
+def test_small_is_built_trained_and_resumed_to_the_same_bits(command):
+    keys = ("--config", "small", "--data", "words.txt", "--device", "cpu", "--steps", "3", "--set", "train.batch=1")
+    keys += ("--set", "train.seq=64", "--set", "checkpoint.every=2", "--set", "eval.sample_bytes=0")
+    whole = command("train", *keys, "--run", "whole")
+    assert whole.code == 0, whole.err
+    assert "tables        sparse" in whole.out
+    shutil.copytree(command.here / "whole", command.here / "run")
+    shutil.rmtree(command.here / "run" / "checkpoints" / "step-3")
+    resumed = command("train", "--resume", "--run", "run")
+    assert resumed.code == 0, resumed.err
+    assert "going on after step 2" in resumed.out
+    assert_same_end(command.here / "run", command.here / "whole", 3)
+
+
 def test_a_sigterm_saves_the_step_and_a_resume_ends_the_same(command, finished):
     process = command.start(
         *("train", "--config", "tiny.toml", "--data", "words.txt", "--run", "run", "--set", "checkpoint.every=0")
@@ -184,6 +198,7 @@ def test_a_resume_as_another_run_is_refused_with_the_difference(command, copied,
 
 @pytest.mark.parametrize("change", [lambda path: path.unlink(), lambda path: path.write_bytes(b"other words" * 99)])
 def test_a_resume_on_other_bytes_is_refused_by_name(command, copied, change):
+    (copied / "data" / "train.bin").unlink()
     change(command.here / "words.txt")
     sentence = command("train", "--resume", "--run", "run").sentence
     assert "words.txt" in sentence

@@ -10,9 +10,11 @@ from pathlib import Path
 import dormouse_train
 import pytest
 import torch
+from dormouse_model import checkpoint
 from dormouse_model.config import ConfigError
 from dormouse_train import loop, start
-from dormouse_train.commands import evaluate, generate
+from dormouse_train.checkpoint import Checkpoint
+from dormouse_train.commands import evaluate, generate, info
 from dormouse_train.config import load_config
 from dormouse_train.errors import UserError
 from dormouse_train.metrics import read
@@ -38,6 +40,16 @@ def train(run: str | None = "run", **keys: object):
     return dormouse_train.train("tiny.toml", run=run, overrides=overrides)
 
 
+class Parts(dict[str, torch.Tensor]):
+    """A part that is saved as it is."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return dict(self)
+
+    def load_state_dict(self, state_dict: object, /) -> None:
+        raise NotImplementedError
+
+
 def model(run: Path | str, step: int) -> dict[str, torch.Tensor]:
     return load_file(Path(run) / "checkpoints" / f"step-{step}" / "model.safetensors")
 
@@ -53,6 +65,49 @@ def test_train_returns_the_score_that_the_run_wrote_and_prints_nothing(capsys: p
     assert (result.exit_code, result.step, result.window_bytes) == (0, 2, 649)
     assert read(Path("run"))[-1]["heldout_bpb"] == result.heldout_bpb
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "experts"),
+    [("cpu", None, 16), ("cuda", None, 128), ("cuda", "nano", 16), ("cuda", "tiny.toml", 4)],
+)
+def test_without_a_name_it_is_nano_on_a_cpu_and_small_on_cuda(device, asked, experts, monkeypatch):
+    begun = []
+    monkeypatch.setattr(start, "settled", lambda wanted: device)
+    monkeypatch.setattr(start, "_loop", lambda config, *_, **__: begun.append(config))
+    keys = {"data.paths": ["words.txt"], "train.batch": 2, "train.seq": 64, "log.every": 7}
+    dormouse_train.train(asked, run="run", overrides=keys)
+    (config,) = begun
+    assert (config.experts.num_experts, config.train.device, config.log.every) == (experts, device, 7)
+    assert load_config("run/config.toml") == config
+
+
+def test_what_small_could_not_be_is_no_error_of_a_run_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(start, "settled", lambda wanted: "cpu")
+    monkeypatch.setattr(start, "_loop", lambda config, *_, **__: None)
+    keys = {"data.paths": ["words.txt"], "train.batch": 2, "train.seq": 64, "experts.d_ffn": 64}
+    dormouse_train.train(run="run", overrides=keys)
+    monkeypatch.setattr(start, "settled", lambda wanted: "cuda")
+    with pytest.raises(ConfigError, match="shared_rank is 96 but d_ffn 64"):
+        dormouse_train.train(run="other", overrides=keys)
+    assert not Path("other").exists()
+
+
+def test_data_too_short_for_the_configuration_that_the_device_chose_leaves_no_folder(monkeypatch):
+    monkeypatch.setattr(start, "settled", lambda wanted: "cuda")
+    Path("short.txt").write_bytes(b"x" * 400)
+    with pytest.raises(UserError, match=r"train\.seq"):
+        dormouse_train.train(run="run", overrides={"data.paths": ["short.txt"], "train.batch": 1})
+    assert not Path("run").exists()
+
+
+def test_info_says_what_a_whole_width_leaves_of_equal_parameters(capsys: pytest.CaptureFixture[str]):
+    train(train_steps=1, experts_kind="dense")
+    capsys.readouterr()
+    assert info.command(Path("run")) == 0
+    # 4 experts of width w and a shared one of 2 w in place of 24 ranks of 2 * 32 + 37 + 2 numbers and of W_down.
+    more = 3 * 32 * 6 * 6 - (24 * 103 + 32 * 37)
+    assert f"4 experts of width 6 ({more:+,} parameters beside two-latent experts)" in capsys.readouterr().out
 
 
 def test_a_configuration_object_trains_like_its_file():
@@ -153,7 +208,7 @@ def test_a_folder_with_anything_of_the_users_is_not_a_killed_start(mine: str):
     file.parent.mkdir(parents=True)
     file.write_text("mine")
     (Path("run") / ".lock").touch()
-    with pytest.raises(UserError, match="exists; add --resume"):
+    with pytest.raises(UserError, match="is no run and holds other files"):
         train("run")
     assert file.read_text() == "mine"
 
@@ -182,6 +237,52 @@ def test_other_bytes_are_scored_whole_and_a_seed_repeats_what_is_written(copied:
         generate.command(copied, b"the ", 40, temperature=1.5, seed=seed)
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_eval_of_bytes_that_are_not_there_names_them(copied: Path):
+    with pytest.raises(UserError, match=r"nothing.txt does not exist"):
+        evaluate.command(copied, ["nothing.txt"])
+    with pytest.raises(UserError, match="keeps no bytes for a test"):
+        evaluate.command(copied, [], test=True)
+
+
+def test_eval_reads_rows_by_the_field_of_the_run(copied: Path, capsys: pytest.CaptureFixture[str]):
+    Path("rows.jsonl").write_text('{"text": "of a row"}\n{"text": "another"}\n')
+    evaluate.command(copied, ["rows.jsonl"])
+    assert capsys.readouterr().out.endswith(" BPB over 15 bytes (rows.jsonl)\n")
+    config = copied / "config.toml"
+    config.write_text(config.read_text().replace('text_field = "text"', 'text_field = "body"'))
+    with pytest.raises(UserError, match="no field 'body'"):
+        evaluate.command(copied, ["rows.jsonl"])
+
+
+def test_a_model_that_writes_nothing_finite_is_a_sentence(copied: Path):
+    folder = copied / "checkpoints" / "step-6"
+    weights = load_file(folder / "model.safetensors")
+    Checkpoint(copied).add("model", Parts(weights | {"head.weight": weights["head.weight"] * torch.nan})).save(6)
+    with pytest.raises(UserError, match="logits are not finite; load an earlier checkpoint"):
+        generate.command(copied, b"x", 3, temperature=1.0, seed=0)
+
+
+def test_info_of_a_run_in_progress_leaves_out_the_checkpoint_that_has_just_gone(copied: Path, capsys, monkeypatch):
+    real = checkpoint.verify
+
+    def going(folder: Path) -> dict[str, object]:
+        if folder.name == "step-1":
+            shutil.rmtree(folder)
+        return real(folder)
+
+    monkeypatch.setattr(checkpoint, "verify", going)
+    info.command(copied)
+    shown = capsys.readouterr().out
+    assert "step 2: whole" in shown
+    assert "step 1:" not in shown
+
+
+def test_info_of_what_is_no_run_says_so():
+    for path, says in (("words.txt", "is no folder"), ("none", "does not exist")):
+        with pytest.raises(UserError, match=f"RUN: {path} {says}"):
+            info.command(Path(path))
 
 
 def test_eval_of_a_partial_checkpoint_names_it(copied: Path):

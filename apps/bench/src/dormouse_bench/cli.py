@@ -34,9 +34,7 @@ def main() -> None:
 
 @app.command()
 def experts(
-    shape: Annotated[
-        str, typer.Option(help="A named configuration or b1; by default b1 on CUDA and nano elsewhere.")
-    ] = "",
+    shape: Annotated[str, typer.Option(help="A named configuration; by default b1 on CUDA and nano elsewhere.")] = "",
     device: DeviceOption = None,
     rounds: RoundsOption = 10,
     out: OutOption = None,
@@ -92,6 +90,27 @@ def moe(
         wrong = command.run(options)
     except ValueError as error:
         _refuse(str(error))
+    if wrong:
+        _refuse("\n".join(wrong), code=1)
+
+
+@app.command()
+def sweep(
+    device: DeviceOption = None,
+    ms: Annotated[int, typer.Option(min=1, help="Milliseconds spent on each median.")] = 20,
+    out: OutOption = None,
+    commit: Annotated[str, typer.Option(help="This tree's commit, 12 digits, where there is no git.")] = "",
+) -> None:
+    """Measure which implementation of the expert passes wins over experts, rows, rank and width."""
+    from dormouse_bench.moe import sweep as sizes
+    from dormouse_bench.rows import origin
+
+    where = _device(device)
+    try:
+        rows, wrong = sizes.run(sizes.shapes(where), where, ms, origin(where, commit))
+    except ValueError as error:
+        _refuse(str(error))
+    _keep(out, rows)
     if wrong:
         _refuse("\n".join(wrong), code=1)
 

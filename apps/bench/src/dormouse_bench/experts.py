@@ -35,12 +35,9 @@ class Shape:
     k: int
 
 
-B1 = Shape(tokens=16384, d=2048, r=64, f=5461, experts=1024, k=2)
-
-
 def shapes() -> dict[str, Shape]:
-    """Sizes by name: those of every named configuration at its own step, and `b1`."""
-    return {"b1": B1} | {name: _shape(load_config(name)) for name in named_configs()}
+    """Sizes by name: those of every named configuration at its own step."""
+    return {name: _shape(load_config(name)) for name in named_configs()}
 
 
 def _shape(config: Config) -> Shape:

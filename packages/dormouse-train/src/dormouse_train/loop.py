@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import resource
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -14,7 +14,9 @@ import torch
 from dormouse_kernels import Counters
 from dormouse_model import Dormouse, generate
 from dormouse_model.generation import NonFiniteLogits
+from dormouse_model.weights import install, weights_file
 
+from dormouse_train import events
 from dormouse_train.baselines import Baselines, measure
 from dormouse_train.checkpoint import Checkpoint, RandomState
 from dormouse_train.config import Config
@@ -42,6 +44,8 @@ class Result:
     exit_code: int
     """0 at the end, 128 + the signal that asked it to stop (130, 143)."""
     step: int
+    run: Path
+    """The folder of the run."""
     heldout_bpb: float | None = None
     window_bytes: int | None = None
     baselines: Baselines | None = None
@@ -69,7 +73,12 @@ def train(
         loop = _Loop(config, run, corpus or open_corpus(config.data, run), console, signals, counters)
         if resume:
             loop.resume()
-        return loop.run()
+        elif config.train.init:
+            install(loop.model, weights_file(config.train.init))
+        with events.opened(run) if config.log.tensorboard else nullcontext() as mirror:
+            if mirror is not None:
+                loop.metrics.also.append(mirror.write)
+            return loop.run()
 
 
 class _Loop:
@@ -114,11 +123,11 @@ class _Loop:
         gc.collect()
         gc.freeze()
         if self.saved_step is not None:
-            self._look(again=True)
+            self._look()
         while self.progress.step < keys.train.steps and not self.signals.requested:
             self._step()
             step = self.progress.step
-            # Saved before it is looked at: whatever an evaluation meets, the step is not lost.
+            # Saved before it is looked at, so that an evaluation that is killed loses no step: a resume looks again.
             if step == keys.train.steps or _due(step, keys.checkpoint.every):
                 self._save()
             self._look()
@@ -134,6 +143,8 @@ class _Loop:
         on_cpu = f"{threads} thread{'s' if threads > 1 else ''}"
         where = on_cpu if self.device.type == "cpu" else torch.cuda.get_device_name()
         self.console.note(f"{numbers:,} parameters on {self.device.type} ({where})")
+        if self.config.train.init:
+            self.console.note(f"begun with the weights of {self.config.train.init}")
         self.console.groups(self.optimizer.table())
         if self.progress.step:
             self.console.note(f"going on after step {self.progress.step}")
@@ -151,13 +162,13 @@ class _Loop:
             gc.collect()
 
     def _tell(self, result: StepResult) -> None:
-        """A line at `log.every`, at the first and at the last step; a live line is renewed every step."""
+        """A lasting line at `log.every`, at the first and at the last step; a live line is renewed every step."""
         keys, step = self.config.train, self.progress.step
         logged = step in (1, keys.steps) or _due(step, self.config.log.every)
         if not logged and not self.console.is_live:
             return
         status = self._status(result)
-        self.console.status(status)
+        self.console.status(status, lasting=logged)
         if logged:
             self.metrics.write(status.metrics() | {"seconds": self.progress.seconds} | self._counted())
             self.since_line = (0, 0.0)
@@ -185,33 +196,26 @@ class _Loop:
     def _counted(self) -> dict[str, int]:
         return {f"counters.{key}": value for key, value in self.counters.snapshot().items()}
 
-    def _look(self, *, again: bool = False) -> None:
-        """Evaluate and sample where that is due, or give it up for a stop; `again` does what a stop left undone."""
+    def _look(self) -> None:
+        """Evaluate and sample where that is due, or give it up for a stop.
+
+        A checkpoint holds the counters of before: a resume from it looks again, and counts it then.
+        """
         keys, step = self.config, self.progress.step
         if step >= keys.train.steps or not _due(step, keys.eval.every):
             return
-        with suppress(StopRequested):
-            if not (again and any(at == step for at, _ in self.scored)):
-                self._evaluate(keys.eval.window_bytes)
-            if not (again and self._sample_file().exists()):
-                self._sample()
-
-    @contextmanager
-    def _uncounted_if_stopped(self) -> Generator[None]:
-        """What is given up leaves no trace in the counters: a resume does it again and counts it then."""
         counted = self.counters.snapshot()
         try:
-            yield
+            self._evaluate(keys.eval.window_bytes)
+            self._sample()
         except StopRequested:
             self.counters.load(counted)
-            raise
 
     def _evaluate(self, wanted: int) -> Evaluation:
-        with self._uncounted_if_stopped():
-            scored = evaluate(self.model, self.corpus.heldout, wanted, check=self.signals.check)
+        scored = evaluate(self.model, self.corpus.heldout, wanted, check=self.signals.check)
         step, window_bytes = self.progress.step, scored.window_bytes
         self.console.evaluation(step, scored)
-        if (step, window_bytes) not in self.scored:  # a finished run that is resumed only reports again
+        if (step, window_bytes) not in self.scored:  # a resume looks, or reports, again
             self.metrics.write({"step": step, "heldout_bpb": scored.bpb, "window_bytes": window_bytes})
             self.scored.add((step, window_bytes))
         return scored
@@ -222,21 +226,17 @@ class _Loop:
             return
         prompt = keys.prompt.encode("utf-8", "surrogateescape")
         try:
-            with self._uncounted_if_stopped():
+            self.signals.check()
+            for byte in generate(self.model, prompt, keys.sample_bytes, temperature=SAMPLE_TEMPERATURE):
+                written += byte
                 self.signals.check()
-                for byte in generate(self.model, prompt, keys.sample_bytes, temperature=SAMPLE_TEMPERATURE):
-                    written += byte
-                    self.signals.check()
         except NonFiniteLogits:  # the steps that follow are skipped, and `train.max_skipped` of them end the run
             self.console.note(f"no sample at step {self.progress.step}: the model's logits are not finite")
             return
-        file = self._sample_file()
+        file = self.folder / SAMPLES / f"step-{self.progress.step}.txt"
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(prompt + written)
         self.console.sample(prompt, written)
-
-    def _sample_file(self) -> Path:
-        return self.folder / SAMPLES / f"step-{self.progress.step}.txt"
 
     def _save(self) -> None:
         if self.saved_step != self.progress.step:
@@ -247,7 +247,7 @@ class _Loop:
         self._save()
         self.console.end_live()
         self.console.note(f"stopped and saved at step {self.progress.step}; --resume --run {self.folder} goes on")
-        return Result(self.signals.exit_code, self.progress.step)
+        return Result(self.signals.exit_code, self.progress.step, self.folder)
 
     def _report(self) -> Result:
         """Score the model and the baselines on the same held-out bytes, and sample; all is saved by now."""
@@ -256,9 +256,9 @@ class _Loop:
         self.signals.check()
         chosen = window(len(self.corpus.heldout), keys.final_window_bytes)
         others = measure(self.corpus.train, chosen.over(self.corpus.heldout), check=self.signals.check)
-        self.console.report(scored, others)
+        self.console.report(scored, others, self.corpus.entropy)
         self._sample()
-        return Result(self.signals.exit_code, step, scored.bpb, scored.window_bytes, others)
+        return Result(self.signals.exit_code, step, self.folder, scored.bpb, scored.window_bytes, others)
 
 
 def _due(step: int, every: int) -> bool:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dormouse_model.layout import latest_step
 
-from dormouse_train import run_folder
+from dormouse_train import events, run_folder
 from dormouse_train.config import Config, assemble, load_config
 from dormouse_train.data import Batches, Corpus, open_corpus
-from dormouse_train.data.sources import expanded
+from dormouse_train.data.sources import pinned
 from dormouse_train.device import settled
 from dormouse_train.errors import UserError, out_of_memory
 from dormouse_train.metrics import Metrics
@@ -21,11 +21,15 @@ from dormouse_train.signals import before_leaving
 
 if TYPE_CHECKING:
     from dormouse_train.console import Console
+    from dormouse_train.data import Corpus
     from dormouse_train.loop import Result
+
+ON_CUDA = "small"
+"""The configuration of a run that names none, where its device is CUDA; `load_config` knows the other."""
 
 
 def train(
-    config: Config | str | Path | None = None,
+    config: Config | Mapping[str, Any] | str | Path | None = None,
     *,
     run: Path | str | None = None,
     resume: bool = False,
@@ -33,8 +37,10 @@ def train(
     overrides: Mapping[str, object] | None = None,
     console: Console | None = None,
 ) -> Result:
-    """Train `config` in the folder `run`; a configuration, a name or a TOML file (None: `nano`; on resume the run's).
+    """Train `config` in the folder `run`, and return how it ended: the folder, the step and the held-out BPB.
 
+    `config` is a name, a TOML file, its tables as a dict, or a `Config`. None is `nano` on a CPU and `small` on CUDA,
+    or the run's own on a resume.
     `sets` are `key=value` as on the command line, `overrides` dotted keys with values; neither goes with a `Config`.
     Without `run` a new folder is made under `runs/`, and a `resume` means the newest there. A resume goes on from the
     newest checkpoint, or from step 0 where none was written, bit for bit as if the run had not been interrupted.
@@ -54,13 +60,15 @@ def train(
     with run_folder.locked(folder):
         run_folder.clear_start(folder)
         with _undone_on_error(folder, made=made):
-            chosen, corpus = _prepare(chosen, folder, console)
+            on_cuda = partial(load_config, ON_CUDA, sets, overrides) if config is None else None
+            chosen, corpus = _prepare(chosen, folder, console, on_cuda=on_cuda)
+            _check_init(chosen)
             run_folder.write_config(folder, chosen)
         return _loop(chosen, folder, corpus, resume=False, console=console)
 
 
 def _configuration(
-    config: Config | str | Path | None, sets: Sequence[str], overrides: Mapping[str, object] | None
+    config: Config | Mapping[str, Any] | str | Path | None, sets: Sequence[str], overrides: Mapping[str, object] | None
 ) -> Config:
     if not isinstance(config, Config):
         return load_config(config, sets, overrides)
@@ -74,18 +82,51 @@ def _go_on(config: Config, folder: Path, console: Console | None) -> Result:
     run_folder.reopen(folder, config)
     saved = latest_step(folder) is not None
     if not saved:
+        _check_init(config)
         Metrics(folder).cut_back(0)
     return _loop(config, folder, corpus, resume=saved, console=console)
 
 
-def _prepare(config: Config, folder: Path, console: Console | None) -> tuple[Config, Corpus]:
-    """Open the data, which is quick, before torch is imported, which is not; then settle the device."""
+def _prepare(
+    config: Config, folder: Path, console: Console | None, *, on_cuda: Callable[[], Config] | None = None
+) -> tuple[Config, Corpus]:
+    """Open the data, which is quick, before torch is imported, which is not; then settle the device.
+
+    `on_cuda` makes the configuration to take instead where that device is CUDA.
+    """
+    if config.log.tensorboard:
+        events.require()
     corpus = open_corpus(config.data, folder)
-    Batches(corpus.train, batch=config.train.batch, seq=config.train.seq, seed=config.train.seed)
+    _refuse_short(corpus, config)
     if console is not None:
         sizes = f"{len(corpus.train):,} bytes to train on, {len(corpus.heldout):,} held out"
         console.note(f"run {folder}: {corpus.name}, {sizes}")
-    return _with_device(config, settled(config.train.device)), corpus
+    device = settled(config.train.device)
+    if device == "cuda" and on_cuda is not None:
+        config = _pinned(on_cuda())
+        _refuse_short(corpus, config)
+    return _with_device(config, device), corpus
+
+
+def _refuse_short(corpus: Corpus, config: Config) -> None:
+    """The error of data that holds no batch."""
+    Batches(corpus.train, batch=config.train.batch, seq=config.train.seq, seed=config.train.seed)
+
+
+def _check_init(config: Config) -> None:
+    """Errors: `UserError` naming the first of the weights of `train.init` that is not of this model."""
+    if not config.train.init:
+        return
+    from dormouse_model import Dormouse
+    from dormouse_model.checkpoint import CheckpointError
+    from dormouse_model.weights import mismatch, weights_file
+
+    try:
+        wrong = mismatch(Dormouse(config.architecture, device="meta"), weights_file(config.train.init))
+    except CheckpointError as error:
+        raise UserError(f"--init: {str(error).partition(': ')[2]}") from None
+    if wrong is not None:
+        raise UserError(f"--init: {wrong}; give weights of one configuration with --config")
 
 
 def _with_device(config: Config, device: str) -> Config:
@@ -94,8 +135,10 @@ def _with_device(config: Config, device: str) -> Config:
 
 def _pinned(config: Config) -> Config:
     """Data paths as absolute ones: a run goes on from whatever folder the command is given in."""
-    paths = tuple(str(Path(expanded(path)).absolute()) for path in config.data.paths)
-    return config.model_copy(update={"data": config.data.model_copy(update={"paths": paths})})
+    data = config.data
+    paths = {"paths": tuple(map(pinned, data.paths)), "val": tuple(map(pinned, data.val))}
+    train = config.train.model_copy(update={"init": pinned(config.train.init) if config.train.init else ""})
+    return config.model_copy(update={"data": data.model_copy(update=paths), "train": train})
 
 
 def _loop(config: Config, folder: Path, corpus: Corpus, *, resume: bool, console: Console | None) -> Result:
