@@ -42,8 +42,8 @@ def test_the_registered_sum_into_a_gradient_is_what_torch_expects(implementation
     torch.library.opcheck(library.wgrad_into, (a, g, out, index, pack(route(index, 3))[:4], 0, *options))
 
 
-# the interpreter's kernels cannot be reached from a compiled graph's fake tensors
-@pytest.mark.parametrize("implementation", ["reference", "triton"])
+# off CUDA the op asks Triton whether it interprets, which Dynamo cannot trace
+@pytest.mark.parametrize("implementation", ["reference", "triton"][: 2 if DEVICE == "cuda" else 1])
 def test_compiled_products_have_no_break_and_the_eager_values_and_gradients(implementation):
     index = INDEX.to(DEVICE)
     leaves = leaves_of((4, 6), (3, 6, 5), (3, 7, 5))
