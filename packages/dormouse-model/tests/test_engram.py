@@ -43,9 +43,9 @@ def reference(text: bytes, order: int, rows: int, seed: int) -> list[int]:
     return found
 
 
-def of(text: bytes, order: int, rows: int, seed: int = 0, device: str = "cpu") -> list[int]:
-    ids = torch.tensor([list(text)], dtype=torch.uint8, device=device)
-    return ngram_rows(ids, torch.full((1, 7), NONE, device=device), order, rows, seed)[0].tolist()
+def of(text: bytes, order: int, rows: int, seed: int = 0) -> list[int]:
+    ids = torch.tensor([list(text)], dtype=torch.uint8)
+    return ngram_rows(ids, torch.full((1, 7), NONE), order, rows, seed)[0].tolist()
 
 
 @pytest.mark.parametrize("seed", [0, 7])
@@ -107,14 +107,6 @@ def test_bytes_before_are_as_if_they_had_been_part_of_the_text(bytes_of):
             assert torch.equal(ngram_rows(text[:, cut:], before, order, 300, 0), whole[:, cut:])
     # The row of a sequence's start does not depend on the sequence above it in the batch.
     assert torch.equal(whole[1:2], ngram_rows(text[1:2], none[1:2], 4, 300, 0))
-
-
-@pytest.mark.gpu
-def test_a_gpu_reads_the_rows_that_a_cpu_reads():
-    if not torch.cuda.is_available():
-        pytest.skip("there is no CUDA device")
-    for order in range(1, 9):
-        assert of(TEXT * 50, order, 65_521, 3, "cuda") == reference(TEXT * 50, order, 65_521, 3)
 
 
 def test_a_read_trains_the_rows_it_read_and_a_place_without_an_n_gram_trains_none():
