@@ -10,7 +10,7 @@ import pytest
 from dormouse_model.kda.selection import FallbackRefused
 from dormouse_train.cli import _sentence
 
-HELP = [["train"], ["dormouse"], *(["dormouse", name] for name in ("train", "generate", "eval", "info"))]
+HELP = [["train"], ["dormouse"], *(["dormouse", name] for name in ("train", "generate", "eval", "export", "info"))]
 
 WITHOUT_HEAVY_IMPORTS = """
 import sys
@@ -101,6 +101,10 @@ MISTAKES = {
     ),
     "eval of no run": (["dormouse", "eval", "new"], "RUN: new does not exist"),
     "eval of missing data": (["dormouse", "eval", "new", "--data", "nothing.txt"], "nothing.txt does not exist"),
+    "eval of test and data": (
+        ["dormouse", "eval", "new", "--test", "--data", "words.txt"],
+        "--test: --data gives",
+    ),
     "seed of 65 bits": (["dormouse", "generate", "full", "--seed", str(2**64)], "--seed"),
     "temperature below zero": (["dormouse", "generate", "full", "--temperature", "-1"], "--temperature"),
 }

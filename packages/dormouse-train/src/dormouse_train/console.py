@@ -139,8 +139,8 @@ class Console:
         for line in shown(prompt + written).split("\n"):
             self.note(f"  | {line}")
 
-    def report(self, evaluation: Evaluation, baselines: Baselines) -> None:
-        """The end of a run: the model's score beside what simpler models reach on the same bytes."""
+    def report(self, evaluation: Evaluation, baselines: Baselines, entropy: float | None = None) -> None:
+        """The end of a run: the model's score beside those of simpler models, and of the best possible."""
         part = "all" if baselines.fitted_bytes == baselines.train_bytes else f"{baselines.fitted_bytes:,} of the"
         self.note(f"on the same {evaluation.window_bytes:,} held-out bytes, in bits a byte (BPB), the others fitted on")
         self.note(f"{part} {baselines.train_bytes:,} training bytes:")
@@ -150,6 +150,8 @@ class Console:
         rows["xz(train+held) - xz(train)"] = baselines.xz
         for name, bits in rows.items():
             self.note(f"  {name:<28} {bits:.3f}{'  beaten' if bits > evaluation.bpb else ''}")
+        if entropy is not None:
+            self.note(f"  {'entropy of the source':<28} {entropy:.3f}")
 
 
 def shown(data: bytes) -> str:

@@ -28,7 +28,9 @@ CONFIG = "config.toml"
 LOCK = ".lock"
 START = frozenset({LOCK, "data", "data.json", "data.json.tmp", f"{CONFIG}.tmp"})
 """What a run holds before its `config.toml` is written."""
-PACKS = frozenset({"train.bin", "train.bin.tmp", "heldout.bin", "heldout.bin.tmp"})
+PACKS = frozenset(
+    f"{side}.{kind}{state}" for side in ("train", "heldout") for kind in ("bin", "documents") for state in ("", ".tmp")
+)
 """What `data/` of a run may hold."""
 
 
