@@ -95,6 +95,27 @@ def moe(
 
 
 @app.command()
+def sweep(
+    device: DeviceOption = None,
+    ms: Annotated[int, typer.Option(min=1, help="Milliseconds spent on each median.")] = 20,
+    out: OutOption = None,
+    commit: Annotated[str, typer.Option(help="This tree's commit, 12 digits, where there is no git.")] = "",
+) -> None:
+    """Measure which implementation of the expert passes wins over experts, rows, rank and width."""
+    from dormouse_bench.moe import sweep as sizes
+    from dormouse_bench.rows import origin
+
+    where = _device(device)
+    try:
+        rows, wrong = sizes.run(sizes.shapes(where), where, ms, origin(where, commit))
+    except ValueError as error:
+        _refuse(str(error))
+    _keep(out, rows)
+    if wrong:
+        _refuse("\n".join(wrong), code=1)
+
+
+@app.command()
 def predict(
     results: Annotated[Path | None, typer.Argument(help="Results of `bench moe` to be held against.")] = None,
     launches: Annotated[bool, typer.Option("--launches", help="Print what each launch moves and holds.")] = False,

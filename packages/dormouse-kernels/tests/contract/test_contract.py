@@ -114,7 +114,8 @@ def test_any_layout_of_the_upstream_gradient_gives_the_same_gradients(routed, im
 
 
 def test_a_nan_token_reaches_its_own_rows_and_its_own_experts_alone(routed, implementation, rows_of_token):
-    arguments = routed.arguments(torch.tensor([[0, 1], [2, 3], [3, 2]]), 4)
+    # expert 0 has the fewest rows, and behind its own lie those of the spoiled token
+    arguments = routed.arguments(torch.tensor([[1, 3], [0, 2], [2, 1]]), 4)
     routing = arguments.get("routing") or route(arguments["top_k_index"], 4)
     want = routed.differentiate(arguments, implementation)
     tokens = routed.leaves[0]
@@ -195,18 +196,15 @@ def test_a_call_leaves_the_globals_of_every_module_as_they_were(op, implementati
 
 def live_tensors():
     gc.collect()
-    return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+    return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
 
 
 def test_no_tensor_outlives_its_results(op, implementation):
-    arguments = op.arguments()
+    # of sizes that no call had before, so that a workspace kept from one would not do
+    arguments = op.arguments(torch.cat([SPREAD, SPREAD[:2]]), 4)
+    before = {id(each): weakref.ref(each) for each in live_tensors()}
     op.differentiate(arguments, implementation)
-    before = live_tensors()
-    results = op.differentiate(arguments, implementation)
-    dying = [weakref.ref(tensor) for tensor in results.values()]
-    del results
-    assert live_tensors() == before
-    assert [each() for each in dying] == [None] * len(dying)
+    assert [each.shape for each in live_tensors() if before.get(id(each), lambda: None)() is not each] == []
 
 
 PROBE = """

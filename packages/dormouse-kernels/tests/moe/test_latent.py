@@ -62,20 +62,8 @@ def test_every_rank_with_a_tile_equals_the_dense_loop(fp32_case, r):
     assert_equals_the_oracle(fp32_case(r=r))
 
 
-EXTREMES = {
-    "no tokens": torch.zeros(0, 2, dtype=torch.int64),
-    "one token": torch.tensor([[4, 1]]),
-    "all to two experts, several tiles each": torch.tensor([[0, 3]]).repeat(40, 1),
-    "one expert twice a token": torch.full((21, 2), 4),
-    "sentinels, and tokens with nothing else": torch.tensor([[-1, 2], [5, 9], [1, 7], [0, -3], [-1, -1], [3, 2**40]]),
-    "int32": torch.tensor([[4, 0], [1, 4]], dtype=torch.int32),
-}
-
-
-@pytest.mark.parametrize("routing", EXTREMES)
-def test_extreme_routings_equal_the_dense_loop(fp32_case, routing):
-    index = EXTREMES[routing]
-    assert_equals_the_oracle(fp32_case(T=index.shape[0], top_k_index=index.to(DEVICE)))
+def test_two_experts_of_several_tiles_take_turns_on_every_token(fp32_case):
+    assert_equals_the_oracle(fp32_case(T=40, top_k_index=torch.tensor([[0, 3]]).repeat(40, 1).to(DEVICE)))
 
 
 def test_an_idle_experts_gradients_are_exact_zeros(fp32_case):
@@ -108,18 +96,6 @@ def test_banks_narrower_than_the_tokens_are_promoted(fp32_case):
     assert all(error <= (1e-3 if name in ("dU", "dV") else 3e-6) for name, error in errors.items()), errors
 
 
-def test_strided_tokens_and_gradients_give_the_same_bits(fp32_case):
-    case = fp32_case()
-    plain = run(case)
-    wide = torch.stack([case.hidden_states.detach()] * 2, dim=2).flatten(1)[:, ::2]
-    case.hidden_states = wide.requires_grad_()
-    assert case.hidden_states.stride(1) == 2
-    case.grad = torch.stack([case.grad] * 2, dim=2)[..., 0]
-    got = run(case)
-    for name in NAMES:
-        assert torch.equal(got[name], plain[name]), name
-
-
 def test_gradients_apart_are_those_of_the_whole_and_accumulate(fp32_case):
     case = fp32_case(T=40)
     plan = fp32_plan(case)
@@ -148,17 +124,6 @@ def test_turns_and_expanded_rows_agree(fp32_case):
     torch.testing.assert_close(turned, summed)
 
 
-def test_what_triton_cannot_take_is_refused_by_name_and_replaced_by_auto(fp32_case):
-    case = fp32_case()
-    with pytest.raises(
-        ValueError, match=r"implementation='triton' cannot take capacity=3.*pass implementation='padded'"
-    ):
-        run(case, capacity=3)
-    case.scale = case.scale.detach().mT.contiguous().mT
-    with pytest.raises(ValueError, match=r"cannot take scale with strides \(1, 5\)"):
-        run(case)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 def test_auto_falls_back_counted_where_a_capacity_is_asked_for(fp32_case):
@@ -171,18 +136,3 @@ def test_auto_falls_back_counted_where_a_capacity_is_asked_for(fp32_case):
     calls = {key for key in counters.snapshot() if not key.endswith("dropped")}
     site = "moe.latent_glu_experts/forward"
     assert calls == {f"{site}/padded", f"{site}/fallback:capacity", f"{site}/triton"}
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
-def test_twenty_runs_give_the_same_bits_and_never_sync(latent_case):
-    case = latent_case(T=2000, d=256, r=64, f=533, E=64, dtype=torch.bfloat16).to(torch.bfloat16, "cuda")
-    first = run(case)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        runs = [run(case) for _ in range(19)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    for again in runs:
-        for name in NAMES:
-            assert torch.equal(again[name], first[name]), name

@@ -162,13 +162,13 @@ class _Loop:
             gc.collect()
 
     def _tell(self, result: StepResult) -> None:
-        """A line at `log.every`, at the first and at the last step; a live line is renewed every step."""
+        """A lasting line at `log.every`, at the first and at the last step; a live line is renewed every step."""
         keys, step = self.config.train, self.progress.step
         logged = step in (1, keys.steps) or _due(step, self.config.log.every)
         if not logged and not self.console.is_live:
             return
         status = self._status(result)
-        self.console.status(status)
+        self.console.status(status, lasting=logged)
         if logged:
             self.metrics.write(status.metrics() | {"seconds": self.progress.seconds} | self._counted())
             self.since_line = (0, 0.0)

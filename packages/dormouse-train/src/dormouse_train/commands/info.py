@@ -17,7 +17,7 @@ def command(run: Path, plot: Path | None = None) -> int:
 
     `plot` is a file to draw the run's curves to.
     """
-    config = assemble(run_folder.tables(run))
+    config = assemble(run_folder.tables(run, argument="RUN"))
     for name, text in _rows(run, config):
         print(f"{name:<12} {text}", flush=True)
     if plot is not None:

@@ -1,0 +1,95 @@
+"""Which implementation wins where: forward with backward over experts, rows an expert, rank and width.
+
+What `implementation="auto"` does with a shape on CUDA is held against these rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+
+from dormouse_bench.moe import arms, measure, problem
+from dormouse_bench.moe.arms import OURS, reason
+from dormouse_bench.moe.shapes import Shape
+from dormouse_bench.rows import Origin, Row
+
+IMPLEMENTATIONS = (OURS, "padded", "torch-grouped-mm")
+MOST_ROWS = 1 << 17
+"""Larger products of experts and rows are left out: minutes, and nothing that the others do not say."""
+PHASE = "fwd+bwd"
+
+
+def shapes(device: str) -> dict[str, Shape]:
+    """Sizes by name: letters of `explain` with their values, `n` being rows an expert on average."""
+    if device != "cuda":
+        return dict(
+            _named(Shape("latent_glu_experts", 24, 32, 16, 37, 4, 2), Shape("glu_experts", 24, 32, 16, 32, 4, 2))
+        )
+    latent = (
+        Shape("latent_glu_experts", experts * rows // 2, d, rank, 8 * d // 3, experts, 2)
+        for experts, rows, rank, d in product((8, 64, 512), (16, 128, 1024, 4096), (16, 64, 128), (512, 2048))
+        if experts * rows <= MOST_ROWS
+    )
+    swiglu = (
+        Shape("glu_experts", experts * rows // 2, d, inner, d, experts, 2)
+        for experts, rows, inner, d in product((8, 64), (16, 128, 1024, 4096), (64, 768), (512, 2048))
+        if experts * rows <= MOST_ROWS
+    )
+    return dict(_named(*latent, *swiglu))
+
+
+def _named(*sizes: Shape) -> Iterator[tuple[str, Shape]]:
+    for each in sizes:
+        kind = "latent" if each.op == "latent_glu_experts" else "glu"
+        yield f"{kind}-e{each.experts}-n{each.rows // each.experts}-r{each.r}-d{each.d}", each
+
+
+def run(
+    sizes: Mapping[str, Shape], device: str, budget_ms: int, origin: Origin, say: Callable[[str], None] = print
+) -> tuple[list[Row], list[str]]:
+    """Rows of every size and implementation, and a sentence for each that disagrees with the reference."""
+    rows: list[Row] = []
+    wrong: list[str] = []
+    for name, shape in sizes.items():
+        made, said = _one(name, shape, device, budget_ms, origin, wrong)
+        rows += made
+        say(f"{name}: {', '.join(said)}")
+    return rows, wrong
+
+
+def _one(
+    name: str, shape: Shape, device: str, budget_ms: int, origin: Origin, wrong: list[str]
+) -> tuple[list[Row], list[str]]:
+    import torch
+
+    given = problem.make(shape, torch.bfloat16 if device == "cuda" else torch.float32, device)
+    want = measure.truth(given, None)
+    rows, said = [], []
+    for arm in arms.arms(shape, device)[0]:
+        if arm.name not in IMPLEMENTATIONS:
+            continue
+        try:
+            measured = measure.trial(arm, given, want, device=device, budget_ms=budget_ms).measure(PHASE)
+        except Exception as error:  # peers raise many kinds
+            said.append(f"{arm.name} absent ({reason(error)})")
+            continue
+        if measured.disagreement:
+            wrong.append(f"{name}: {arm.name}: {measured.disagreement}")
+            continue
+        said.append(f"{arm.name} {measured.ms:.4g} ms")
+        rows.append(
+            Row(
+                bench="sweep", shape=name, phase=PHASE, implementation=arm.name, ms=measured.ms, floor_ms=None,
+                peak_extra_bytes=measured.peak_extra_bytes, **origin.model_dump(),
+            )
+        )  # fmt: skip
+    return rows, said
+
+
+def winners(rows: Sequence[Row]) -> dict[str, str]:
+    """The fastest implementation of every shape."""
+    best: dict[str, Row] = {}
+    for row in rows:
+        if row.shape not in best or row.ms < best[row.shape].ms:
+            best[row.shape] = row
+    return {shape: row.implementation for shape, row in best.items()}
