@@ -94,6 +94,6 @@ def test_a_short_run_of_nano_comes_near_the_entropy_and_not_below(tmp_path: Path
     assert result.window_bytes == 15_000
     assert result.heldout_bpb > source.entropy - 6 * source.spread(15_000)
     # Against what the source itself says of the same bytes the noise is smaller: six deviations of the mean of the
-    # difference are 0.01 where the two differ by 0.2 bits a byte. A byte that is seen before it is predicted costs none.
+    # difference are 0.01 where the two differ by 0.2 bits a byte. A byte that is seen before it is predicted costs 0.
     possible = surprises(source)[-15_000:].mean()
     assert possible - 0.01 < result.heldout_bpb < possible + 0.05
