@@ -25,6 +25,7 @@ PACKAGES = ("dormouse-kernels", "dormouse-quant", "dormouse-model", "dormouse-tr
 PUBLISHED = PACKAGES[:4]
 # Tests are small, a second thread mostly waits: parity beside five busy processes took 267 s with two and 55 with one.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+SIGNATURES = "signatures.txt"
 # The oldest versions that the packages' ranges admit.
 FLOOR = ("torch==2.11.*", "triton==3.6.*")
 
@@ -37,6 +38,11 @@ def folder(package: str) -> Path:
 def project(package: str) -> dict:
     """The `[project]` table of a package."""
     return tomllib.loads((ROOT / folder(package) / "pyproject.toml").read_text())["project"]
+
+
+def last_release(package: str) -> str:
+    """The version whose public names are kept, in the first line of the package's signature file."""
+    return (ROOT / folder(package) / SIGNATURES).read_text().split("\n", 1)[0].rpartition(" ")[2]
 
 
 def refusing(package: str, version: str) -> list[str]:
@@ -72,9 +78,10 @@ def prove(session: nox.Session, table: str, *options: str) -> None:
 @nox.session
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def tests(session: nox.Session, package: str) -> None:
-    """One package's tests in an environment that holds only what it declares: a wrong import fails here."""
+    """One package's tests in an environment that holds what it and its extras declare: a wrong import fails here."""
     here = {"UV_PROJECT_ENVIRONMENT": session.virtualenv.location}
-    session.run_install("uv", "sync", "--quiet", "--locked", "--package", package, env=here, external=True)
+    sync = ("uv", "sync", "--quiet", "--locked", "--package", package, "--all-extras")
+    session.run_install(*sync, env=here, external=True)
     # The two proof folders have sessions of their own.
     proofs = [f"--ignore={folder(package)}/tests/{table}" for table in ("parity", "sm120")]
     session.run("python", "-m", "pytest", str(folder(package)), *proofs, *session.posargs, env=ONE_THREAD)
@@ -126,10 +133,18 @@ def docs(session: nox.Session) -> None:
     in_workspace(session, "python", "-m", "pytest", "docs", *session.posargs)
 
 
+@nox.session(venv_backend="none")
+def api(session: nox.Session) -> None:
+    """Public names against those of each package's last release: a change needs another version."""
+    in_workspace(session, "python", "docs/signatures.py", "check", *PUBLISHED)
+
+
 @nox.session(default=False)
 def floor(session: nox.Session) -> None:
     """CPU tests of every package on the oldest stack that the ranges admit, torch 2.11 and triton 3.6."""
-    packages = [argument for package in PACKAGES for argument in ("--editable", str(folder(package)))]
+    extras = {package: ",".join(project(package).get("optional-dependencies", {})) for package in PACKAGES}
+    editable = (f"{folder(package)}[{extras[package]}]" if extras[package] else folder(package) for package in PACKAGES)
+    packages = [argument for path in editable for argument in ("--editable", str(path))]
     groups = [argument for package in PACKAGES for argument in ("--group", f"{folder(package)}/pyproject.toml:test")]
     # Without the root's configuration, whose constraints pin the newer stack.
     session.run_install("uv", "pip", "install", "--no-config", *FLOOR, *packages, *groups, external=True)
@@ -145,16 +160,22 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(default=False, venv_backend="none")
 def release(session: nox.Session) -> None:
-    """Bump, changelog, checks, commit and tag of one package: `nox -s release -- dormouse-kernels minor`."""
-    if len(session.posargs) != 2 or session.posargs[0] not in PUBLISHED:
+    """Bump, changelog, signatures, checks, commit, tag of one package: `nox -s release -- dormouse-kernels minor`."""
+    if not session.posargs or session.posargs[0] not in PUBLISHED:
         session.error(f"say which package and which part: nox -s release -- {'|'.join(PUBLISHED)} major|minor|patch")
-    package, part = session.posargs
+    package, *part = session.posargs
+    ahead = project(package)["version"] != last_release(package)
+    if len(part) != (0 if ahead else 1):
+        mend = "its version is past the last release already: leave the part out" if ahead else "major, minor or patch?"
+        session.error(f"{package}: {mend}")
     if session.run("git", "status", "--porcelain", external=True, silent=True):
         session.error("the tree has uncommitted changes: commit them first, a release is a commit of its own")
-    changed = (str(folder(package) / "pyproject.toml"), str(folder(package) / "CHANGELOG.md"), "uv.lock")
+    own = ("pyproject.toml", "CHANGELOG.md", SIGNATURES)
+    changed = (*(str(folder(package) / name) for name in own), "uv.lock")
     try:
-        bump = ("uv", "version", "--package", package, "--bump", part, "--short", "--frozen")
-        version = str(session.run(*bump, external=True, silent=True)).strip()
+        bump = () if ahead else ("--bump", *part)
+        command = ("uv", "version", "--package", package, *bump, "--short", "--frozen")
+        version = str(session.run(*command, external=True, silent=True)).strip()
         if refusals := refusing(package, version):
             session.error(f"{package} {version} is outside the range of {', '.join(refusals)}: widen it first")
         log = ROOT / folder(package) / "CHANGELOG.md"
@@ -163,6 +184,7 @@ def release(session: nox.Session) -> None:
         except ValueError as error:
             session.error(f"{package}: {error}")
         session.run("uv", "lock", external=True)
+        in_workspace(session, "python", "docs/signatures.py", "write", package)
         # What depends on it comes after it in the order.
         concerned = PACKAGES[PACKAGES.index(package) :]
         checks = [f"{check}({name})" for check in ("tests", "wheel") for name in concerned]

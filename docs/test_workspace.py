@@ -12,7 +12,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import signatures
 from packaging.requirements import Requirement
+from packaging.version import Version
 from pages import ROOT, commands_of
 
 # In the order in which they may depend on one another.
@@ -79,7 +81,8 @@ def test_flash_linear_attention_is_whole_in_the_parity_group_alone():
 @each_package
 def test_every_range_has_a_floor_and_a_ceiling(package):
     groups = toml(FOLDERS[package])["dependency-groups"]
-    lines = requirements(package) + [Requirement(line) for group in groups.values() for line in group]
+    extras = toml(FOLDERS[package])["project"].get("optional-dependencies", {})
+    lines = requirements(package) + [Requirement(line) for group in (groups | extras).values() for line in group]
     for line in lines:
         operators = {spec.operator for spec in line.specifier}
         assert operators & {">=", "=="}, f"{package}: {line} has no floor"
@@ -122,9 +125,13 @@ def test_a_published_package_is_whole(package):
     project = toml(folder)["project"]
     assert "version" in project, f"{package} needs a static version: a clone without tags could not compute one"
     assert project["requires-python"] == ">=3.11"
-    heading = re.search(r"^## (\d\S*)", (folder / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert heading, f"{package}'s changelog has no released version"
-    assert heading.group(1) == project["version"]
+    released = re.search(r"^## (\d\S*)", (folder / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released, f"{package}'s changelog has no released version"
+    assert released.group(1) == signatures.recorded(folder)[0]
+    if project["version"] != released.group(1):
+        assert Version(project["version"]) > Version(released.group(1))
+        news = (folder / "CHANGELOG.md").read_text().partition("## Unreleased\n")[2].partition("\n## ")[0]
+        assert news.strip(), f"{package} has another version than its last release and no news"
 
 
 def sessions(*arguments: str) -> set[str]:
@@ -136,7 +143,7 @@ def sessions(*arguments: str) -> set[str]:
 
 def test_the_default_sessions_take_distribution_names_and_leave_out_the_slow_ones():
     by_package = {f"{session}({package})" for session in ("tests", "wheel") for package in ORDER}
-    assert sessions() == by_package | {"parity", "sm120", "lint", "docs"}
+    assert sessions() == by_package | {"parity", "sm120", "lint", "docs", "api"}
     assert sessions("--sessions", "floor", "bench", "release") == {"floor", "bench", "release"}
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from dormouse_kernels import muon
+from dormouse_model import Dormouse
+from dormouse_model.factors import Factor
 
 FACTORS = {
     "block.experts.gate_up_proj": ((5, 8, 24), (5, 2, 4, 24)),
@@ -85,3 +87,32 @@ def test_gradients_come_back_in_the_bank_s_dtype(tiny, bytes_of):
         assert factor.high.grad is not None
         assert factor.high.grad.dtype == torch.bfloat16
         assert bool((factor.high.grad != 0).any())
+
+
+def by_data(factor, master):
+    high, low = muon.split_master(master)
+    factor.high.data.copy_(high)
+    factor.low.copy_(low)
+
+
+def by_copy(factor, master):
+    with torch.no_grad():
+        factor.high.copy_(muon.split_master(master)[0])
+
+
+def by_swap(factor, master):
+    factor.high.data = muon.split_master(master)[0]
+
+
+@pytest.mark.parametrize("write", [Factor.set_master, by_data, by_copy, by_swap])
+def test_however_a_bank_is_written_the_next_forward_reads_it(write, tiny, tiny_config, bytes_of):
+    fresh, ids = Dormouse(tiny_config(), seed=5), bytes_of(2, 20)
+    rest = {name: p for name, p in tiny.state_dict().items() if p.dtype == torch.float32}
+    fresh.load_state_dict(rest, strict=False)
+    before = tiny(ids).logits
+    for mine, theirs in zip(tiny.factors(), fresh.factors(), strict=True):
+        write(mine, theirs.master())
+    assert not torch.equal(before, fresh(ids).logits)
+    assert torch.equal(tiny(ids).logits, fresh(ids).logits)
+    tiny.load_state_dict(Dormouse(tiny_config(), seed=7).state_dict())
+    assert torch.equal(tiny(ids).logits, Dormouse(tiny_config(), seed=7)(ids).logits)

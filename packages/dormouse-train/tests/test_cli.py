@@ -10,7 +10,7 @@ import pytest
 from dormouse_model.kda.selection import FallbackRefused
 from dormouse_train.cli import _sentence
 
-HELP = [["train"], ["dormouse"], *(["dormouse", name] for name in ("train", "generate", "eval", "info"))]
+HELP = [["train"], ["dormouse"], *(["dormouse", name] for name in ("train", "generate", "eval", "export", "info"))]
 
 WITHOUT_HEAVY_IMPORTS = """
 import sys
@@ -62,7 +62,7 @@ MISTAKES = {
     "no path of data": ([*TRAIN, "--data", ""], "a path is empty; give a file"),
     "a home of nobody": ([*TRAIN, "--data", "~nobody-of-that-name/x"], "does not exist"),
     "no name of a configuration": (["train", "--config", "", "--run", "new"], "neither a named configuration"),
-    "info of a file": (["dormouse", "info", "words.txt"], "words.txt is no folder"),
+    "info of a file": (["dormouse", "info", "words.txt"], "RUN: words.txt is no folder"),
     "four bytes": (
         ["train", "--config", "tiny.toml", "--data", "short.txt", "--run", "new"],
         "train.seq = 32 needs 33",
@@ -75,14 +75,36 @@ MISTAKES = {
     "negative seed": ([*TRAIN, "--seed", "-1"], "'train.seed', got -1"),
     "unknown device": ([*TRAIN, "--device", "tpu"], "'train.device', got 'tpu'"),
     "no CUDA device": ([*TRAIN, "--device", "cuda"], "no CUDA device here; use --device cpu"),
-    "run exists": (["train", "--config", "tiny.toml", "--run", "full"], "full exists; add --resume"),
+    "no CUDA device, found before the data are read": (
+        [*TRAIN, "--device", "cuda", "--data", "nothing.txt"],
+        "no CUDA device here; use --device cpu",
+    ),
+    "run exists": (["train", "--config", "tiny.toml", "--run", "begun"], "--run: begun exists; add --resume"),
+    "run is a folder of notes": (
+        ["train", "--config", "tiny.toml", "--run", "full"],
+        "--run: full is no run and holds other files; give a new or an empty folder",
+    ),
     "run is a file": (["train", "--config", "tiny.toml", "--run", "words.txt"], "words.txt is a file"),
     "resume of nothing": (["train", "--resume"], "no run under runs/"),
     "resume of no folder": (["train", "--resume", "--run", "new"], "new does not exist"),
-    "resume of another folder": (["train", "--resume", "--run", "full"], "holds no config.toml"),
-    "info of no run": (["dormouse", "info", "full"], "holds no config.toml"),
-    "eval of no run": (["dormouse", "eval", "new"], "new does not exist"),
+    "resume of another folder": (
+        ["train", "--resume", "--run", "full"],
+        "--run: full is not a run, as it holds no config.toml; give the folder of a run",
+    ),
+    "info of no run": (
+        ["dormouse", "info", "full"],
+        "RUN: full is not a run, as it holds no config.toml; give the folder of a run",
+    ),
+    "generate from the folder of runs": (
+        ["dormouse", "generate", "."],
+        "RUN: . is not a run, as it holds no config.toml; give the folder of a run, such as begun",
+    ),
+    "eval of no run": (["dormouse", "eval", "new"], "RUN: new does not exist"),
     "eval of missing data": (["dormouse", "eval", "new", "--data", "nothing.txt"], "nothing.txt does not exist"),
+    "eval of test and data": (
+        ["dormouse", "eval", "new", "--test", "--data", "words.txt"],
+        "--test: --data gives",
+    ),
     "seed of 65 bits": (["dormouse", "generate", "full", "--seed", str(2**64)], "--seed"),
     "temperature below zero": (["dormouse", "generate", "full", "--temperature", "-1"], "--temperature"),
 }
@@ -94,6 +116,9 @@ def test_a_mistake_is_one_sentence_and_leaves_no_folder_behind(command, mistake:
     (command.here / "short.txt").write_bytes(b"four")
     (command.here / "full").mkdir()
     (command.here / "full" / "notes.txt").write_text("mine")
+    (command.here / "begun").mkdir()
+    for name in (".lock", "config.toml", "data.json"):
+        (command.here / "begun" / name).touch()
     before = sorted(command.here.rglob("*"))
     words, says = MISTAKES[mistake]
     assert says in command(*words).sentence

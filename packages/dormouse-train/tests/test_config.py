@@ -150,7 +150,8 @@ def test_a_difference_names_each_key_with_both_values():
 
 def test_progress_keys_may_change_on_resume_and_others_not():
     saved = load_config(None)
-    changed = {"eval.prompt": "x"} | dict.fromkeys(PROGRESS_KEYS - {"eval.prompt"}, 3)
+    others = {"eval.prompt": "x", "log.tensorboard": True}
+    changed = others | dict.fromkeys(PROGRESS_KEYS - others.keys(), 3)
     assert {"train.max_skipped", "eval.window_bytes"} <= changed.keys()
     assert refused_on_resume(saved, load_config(None, [], changed), step=5) == {}
     assert refused_on_resume(saved, load_config(None, ["train.seed=1"]), step=5) == {"train.seed": (0, 1)}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
+import time
 
 import pytest
 from dormouse_train.baselines import Baselines
@@ -38,35 +40,78 @@ def test_a_file_gets_one_plain_line_a_status_and_no_control_character() -> None:
     console.status(STATUS)
     console.status(STATUS)
     line = (
-        "step 20/400  loss 2.5000  train 3.607 BPB  rate 2.00e-02  |g| 0.50  load 1.8x  dead 1/32  "
-        "41.2 kB/s  812 MB  ETA 1:32\n"
+        "step 20/400  loss 2.5000  train 3.607 BPB  41.2 kB/s  ETA 1:32  812 MB  "
+        "rate 2.00e-02  |g| 0.50  load 1.8x  dead 1/32\n"
     )
     assert file.getvalue() == line * 2
 
 
-def test_skipped_steps_are_shown_when_there_are_any() -> None:
-    assert dataclasses.replace(STATUS, skipped=3).line().endswith("skipped 3")
+def test_skipped_steps_are_shown_before_what_may_be_left_out_when_there_are_any() -> None:
+    line = dataclasses.replace(STATUS, skipped=3).line(80)
+    assert line.startswith("step 20/400  loss 2.5000  train 3.607 BPB  41.2 kB/s  ETA 1:32  skipped 3")
+    assert "skipped" not in STATUS.line()
 
 
-def test_a_terminal_gets_a_live_line_that_is_replaced_and_the_cursor_back() -> None:
+def screen(out: str) -> list[str]:
+    """What stands on a terminal after `out`: carriage returns, lines up and erased lines are obeyed."""
+    rows, at, column = [""], 0, 0
+    for code, erased, up, newline, char in re.findall(r"(\x1b\[\?25[lh])|(\x1b\[2K)|\x1b\[(\d+)A|(\n)|([^\x1b])", out):
+        if erased:
+            rows[at] = ""
+        elif up:
+            at -= int(up)
+        elif newline:
+            at, column = at + 1, 0
+            rows += [""] * (at == len(rows))
+        elif char == "\r":
+            column = 0
+        elif not code:
+            rows[at] = rows[at][:column].ljust(column) + char + rows[at][column + 1 :]
+            column += 1
+    return rows
+
+
+def on_terminal(width: int, statuses: list[tuple[int, bool]]) -> tuple[str, str]:
+    """What a terminal of `width` columns was sent for (step, lasting) statuses: while they went on, and in all."""
     file = io.StringIO()
-    with Console(file, live=True, width=200) as console:
-        console.status(STATUS)
-        console.status(dataclasses.replace(STATUS, step=21))
-        console.note("kept")
-    out = file.getvalue()
-    assert "\x1b[?25l" in out
-    assert out.index("\x1b[?25l") < out.rindex("\x1b[?25h")
-    assert "step 21/400" in out
-    assert "kept" in out
+    with Console(file, live=True, width=width) as console:
+        for step, lasting in statuses:
+            console.status(dataclasses.replace(STATUS, step=step), lasting=lasting)
+            time.sleep(0.3)  # a live line is drawn four times a second
+        during = file.getvalue()
+    return during, file.getvalue()
 
 
-def test_a_live_line_is_cut_to_a_narrow_terminal() -> None:
+def test_a_terminal_keeps_the_lasting_lines_and_has_a_live_one_below_until_the_end() -> None:
+    during, whole = on_terminal(80, [(20, True), (21, False), (40, True), (41, False)])
+    steps = [row.split()[1] for row in screen(during) if row]
+    assert steps == ["20/400", "40/400", "41/400"]
+    assert [row.split()[1] for row in screen(whole) if row] == ["20/400", "40/400"]
+    assert "step 21/400" in during
+    assert whole.index("\x1b[?25l") < whole.rindex("\x1b[?25h")
+
+
+@pytest.mark.parametrize("line", ["lasting", "live"])
+def test_eighty_columns_hold_step_loss_score_speed_and_eta_whole_and_no_part_of_another(line: str) -> None:
+    status = dataclasses.replace(
+        STATUS, step=98_765, steps=100_000, loss=12.5, train_bpb=12.345, bytes_per_second=1_234_500, eta_seconds=86_399
+    )
     file = io.StringIO()
-    with Console(file, live=True, width=40) as console:
-        console.status(STATUS)
-    assert "…" in file.getvalue()
-    assert "ETA" not in file.getvalue()
+    with Console(file, live=True, width=80) as console:
+        console.status(status, lasting=line == "lasting")
+        if line == "live":
+            time.sleep(0.3)
+        (row,) = {row for row in screen(file.getvalue()) if row}
+    assert row == "step 98765/100000  loss 12.5000  train 12.345 BPB  1234.5 kB/s  ETA 23:59:59"
+
+
+@pytest.mark.parametrize(
+    ("width", "last"), [(8, "step 20/400"), (40, "loss 2.5000"), (80, "812 MB"), (200, "dead 1/32")]
+)
+def test_what_a_terminal_has_no_room_for_is_left_out_whole(width: int, last: str) -> None:
+    line = STATUS.line(width)
+    assert line.endswith(last)
+    assert STATUS.line().startswith(line)
 
 
 def test_long_plain_lines_are_not_folded() -> None:

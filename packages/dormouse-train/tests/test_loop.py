@@ -7,6 +7,7 @@ import io
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from dormouse_train import loop
 from dormouse_train.config import Config, load_config
 from dormouse_train.console import Console
+from dormouse_train.data import Batches
 from dormouse_train.errors import UserError
 from dormouse_train.metrics import Metrics, read
 from dormouse_train.step import StepResult
@@ -159,7 +161,8 @@ def test_a_stop_is_not_kept_waiting_and_what_it_cut_off_is_done_on_resume(
     assert scored == {"step": [], "evaluate": [], "generate": [4], "measure": [4, 8]}[during]
     assert (cut / "samples").exists() is (during == "measure")
     monkeypatch.setattr(loop, name, real)
-    assert loop.train(config, cut, resume=True) == loop.train(config, whole, resume=True)
+    ended, uncut = (loop.train(config, each, resume=True) for each in (cut, whole))
+    assert replace(ended, run=whole) == uncut
     assert {path.name for path in (cut / "samples").iterdir()} == {"step-4.txt", "step-8.txt"}
     keys = ("step", "loss", "heldout_bpb", "counters.kda/forward/bounded")
     assert [[line.get(k) for k in keys] for line in read(whole)] == [[line.get(k) for k in keys] for line in read(cut)]
@@ -187,6 +190,35 @@ def test_what_kills_an_evaluation_costs_no_step_and_a_resume_evaluates_again(
     assert all(torch.equal(value, right[name]) for name, value in left.items())
     keys = ("step", "loss", "heldout_bpb", "counters.kda/forward/bounded", "counters.kda/decode/recurrent")
     assert [[line.get(k) for k in keys] for line in read(whole)] == [[line.get(k) for k in keys] for line in read(cut)]
+
+
+@pytest.mark.parametrize("stop", [1, 3, 4])
+def test_a_resume_across_the_end_of_an_epoch_reads_the_batches_of_an_uninterrupted_run(
+    tmp_path, configured, monkeypatch, stop
+) -> None:
+    """Three micro-batches of 16 rows: the 177 windows of the data end within the fourth step."""
+    config = configured("train.batch=16", "train.accumulate=3", "train.steps=6", "log.every=1")
+    real, read_rows = Batches.at, []
+    monkeypatch.setattr(Batches, "at", lambda *a: read_rows.append(real(*a).tobytes()) or real(*a))
+    whole, cut = new(tmp_path / "whole"), new(tmp_path / "cut")
+    loop.train(config, whole)
+    wanted = read_rows.copy()
+    read_rows.clear()
+    step = loop.train_step
+
+    def stopping(*arguments: Any) -> StepResult:
+        if arguments[3] == stop - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(*arguments)
+
+    monkeypatch.setattr(loop, "train_step", stopping)
+    assert loop.train(config, cut).step == stop
+    monkeypatch.setattr(loop, "train_step", step)
+    loop.train(config, cut, resume=True)
+    assert len(wanted) == 3 * 6
+    assert read_rows == wanted
+    left, right = tensors(whole, 6), tensors(cut, 6)
+    assert all(torch.equal(value, right[name]) for name, value in left.items())
 
 
 def test_a_model_that_is_not_finite_gives_no_sample_and_the_run_a_sentence(tmp_path, configured) -> None:

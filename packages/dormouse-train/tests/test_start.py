@@ -101,6 +101,15 @@ def test_data_too_short_for_the_configuration_that_the_device_chose_leaves_no_fo
     assert not Path("run").exists()
 
 
+def test_info_says_what_a_whole_width_leaves_of_equal_parameters(capsys: pytest.CaptureFixture[str]):
+    train(train_steps=1, experts_kind="dense")
+    capsys.readouterr()
+    assert info.command(Path("run")) == 0
+    # 4 experts of width w and a shared one of 2 w in place of 24 ranks of 2 * 32 + 37 + 2 numbers and of W_down.
+    more = 3 * 32 * 6 * 6 - (24 * 103 + 32 * 37)
+    assert f"4 experts of width 6 ({more:+,} parameters beside two-latent experts)" in capsys.readouterr().out
+
+
 def test_a_configuration_object_trains_like_its_file():
     config = load_config("tiny.toml", [], {"data.paths": ["words.txt"], "train.steps": 2})
     dormouse_train.train(config, run="a")
@@ -199,7 +208,7 @@ def test_a_folder_with_anything_of_the_users_is_not_a_killed_start(mine: str):
     file.parent.mkdir(parents=True)
     file.write_text("mine")
     (Path("run") / ".lock").touch()
-    with pytest.raises(UserError, match="exists; add --resume"):
+    with pytest.raises(UserError, match="is no run and holds other files"):
         train("run")
     assert file.read_text() == "mine"
 
@@ -230,6 +239,23 @@ def test_other_bytes_are_scored_whole_and_a_seed_repeats_what_is_written(copied:
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_eval_of_bytes_that_are_not_there_names_them(copied: Path):
+    with pytest.raises(UserError, match=r"nothing.txt does not exist"):
+        evaluate.command(copied, ["nothing.txt"])
+    with pytest.raises(UserError, match="keeps no bytes for a test"):
+        evaluate.command(copied, [], test=True)
+
+
+def test_eval_reads_rows_by_the_field_of_the_run(copied: Path, capsys: pytest.CaptureFixture[str]):
+    Path("rows.jsonl").write_text('{"text": "of a row"}\n{"text": "another"}\n')
+    evaluate.command(copied, ["rows.jsonl"])
+    assert capsys.readouterr().out.endswith(" BPB over 15 bytes (rows.jsonl)\n")
+    config = copied / "config.toml"
+    config.write_text(config.read_text().replace('text_field = "text"', 'text_field = "body"'))
+    with pytest.raises(UserError, match="no field 'body'"):
+        evaluate.command(copied, ["rows.jsonl"])
+
+
 def test_a_model_that_writes_nothing_finite_is_a_sentence(copied: Path):
     folder = copied / "checkpoints" / "step-6"
     weights = load_file(folder / "model.safetensors")
@@ -255,7 +281,7 @@ def test_info_of_a_run_in_progress_leaves_out_the_checkpoint_that_has_just_gone(
 
 def test_info_of_what_is_no_run_says_so():
     for path, says in (("words.txt", "is no folder"), ("none", "does not exist")):
-        with pytest.raises(UserError, match=f"--run: {path} {says}"):
+        with pytest.raises(UserError, match=f"RUN: {path} {says}"):
             info.command(Path(path))
 
 

@@ -95,6 +95,33 @@ def moe(
 
 
 @app.command()
+def sweep(
+    device: DeviceOption = None,
+    ms: Annotated[int, typer.Option(min=1, help="Milliseconds spent on each median.")] = 20,
+    out: OutOption = None,
+    commit: Annotated[str, typer.Option(help="This tree's commit, 12 digits, where there is no git.")] = "",
+) -> None:
+    """Measure which implementation of the expert passes wins over experts, rows, rank and width."""
+    from dormouse_bench.moe import sweep as sizes
+    from dormouse_bench.rows import origin, write
+
+    where = _device(device)
+    kept: list[Row] = []
+    wrong: list[str] = []
+    try:
+        for outcome in sizes.run(sizes.shapes(where), where, ms, origin(where, commit)):
+            print(outcome.line(), flush=True)
+            kept += outcome.rows
+            wrong += outcome.wrong
+            if out is not None:
+                write(out, kept)
+    except ValueError as error:
+        _refuse(str(error))
+    if wrong:
+        _refuse(f"bench sweep: {len(wrong)} implementations disagree with the reference, named above", code=1)
+
+
+@app.command()
 def predict(
     results: Annotated[Path | None, typer.Argument(help="Results of `bench moe` to be held against.")] = None,
     launches: Annotated[bool, typer.Option("--launches", help="Print what each launch moves and holds.")] = False,

@@ -42,7 +42,7 @@ class Row(Origin):
     """One measurement."""
 
     bench: Word
-    """Which benchmark: `experts`, `moe`, `ceilings`."""
+    """Which benchmark: `experts`, `moe`, `sweep`, `ceilings`."""
     shape: Word
     """`nano`, `b1`, ..., with variants after a hyphen (`b1-zipf`); for a ceiling the size that was measured."""
     phase: Word

@@ -9,14 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dormouse_model.checkpoint import load
     from dormouse_model.config import ModelConfig
     from dormouse_model.generation import generate
     from dormouse_model.model import Dormouse, Output
     from dormouse_model.parameter_ledger import Ledger, ledger
     from dormouse_model.state import State
+    from dormouse_model.weights import export, load
 
-__all__ = ["Dormouse", "Ledger", "ModelConfig", "Output", "State", "generate", "ledger", "load"]
+__all__ = ["Dormouse", "Ledger", "ModelConfig", "Output", "State", "export", "generate", "ledger", "load"]
 
 _HOMES = {
     "Dormouse": "model",
@@ -24,9 +24,10 @@ _HOMES = {
     "ModelConfig": "config",
     "Output": "model",
     "State": "state",
+    "export": "weights",
     "generate": "generation",
     "ledger": "parameter_ledger",
-    "load": "checkpoint",
+    "load": "weights",
 }
 
 

@@ -89,7 +89,7 @@ def read_values(folder: str | Path, part: str) -> dict[str, Any]:
 def load(run: str | Path, *, step: int | None = None, device: torch.device | str = "cpu") -> Dormouse:
     """The model of a run folder's newest checkpoint, or of `step`, on `device`.
 
-    Reads `[model]`, `[experts]` and `[kda]` of `run/config.toml`. Errors: `CheckpointError` where the run has no such
+    Reads the model's tables of `run/config.toml`. Errors: `CheckpointError` where the run has no such
     checkpoint, it is not whole, or its tensors are not this configuration's; `ConfigError` for the configuration.
     """
     run = Path(run)

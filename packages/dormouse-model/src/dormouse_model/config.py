@@ -255,3 +255,17 @@ def dotted_keys(kind: type[Section], prefix: str = "") -> list[str]:
         else:
             keys.append(prefix + name)
     return keys
+
+
+__all__ = [
+    "ConfigError",
+    "EngramSection",
+    "ExpertsSection",
+    "KDASection",
+    "ModelConfig",
+    "ModelSection",
+    "Section",
+    "named_configs",
+    "read_config",
+    "validate",
+]

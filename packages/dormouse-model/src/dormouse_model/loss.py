@@ -26,3 +26,9 @@ def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
 def bits_per_byte(nats: float) -> float:
     """`nats / ln 2`: a mean loss in nats as bits per byte."""
     return nats / math.log(2.0)
+
+
+__all__ = [
+    "bits_per_byte",
+    "next_byte_loss",
+]

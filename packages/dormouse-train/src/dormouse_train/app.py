@@ -21,7 +21,11 @@ def train(
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option("--data", metavar="PATH", help="A file, folder or glob of raw bytes or .gz; may be repeated."),
+        typer.Option("--data", metavar="PATH", help="A file, folder or glob, or markov:ORDER:SEED; may be repeated."),
+    ] = None,
+    val: Annotated[
+        list[str] | None,
+        typer.Option("--val", metavar="PATH", help="Bytes to hold out, not a share of --data; may be repeated."),
     ] = None,
     steps: Annotated[int | None, typer.Option("--steps", metavar="N", help="Steps to train for.")] = None,
     run: Annotated[
@@ -30,6 +34,9 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in --run, or with the newest under runs/.")
     ] = False,
+    init: Annotated[
+        str | None, typer.Option("--init", metavar="RUN|FILE", help="Begin with the weights of a run or an export.")
+    ] = None,
     seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of weights and of data order.")] = None,
     device: Annotated[
         str | None, typer.Option("--device", metavar="cpu|cuda", help="CUDA where there is a device by default.")
@@ -42,7 +49,8 @@ def train(
     """Train a byte-level language model: on Python's own standard library, or on the bytes of --data."""
     from dormouse_train.commands.train import command
 
-    options = {"train.steps": steps, "train.seed": seed, "train.device": device, "data.paths": data or None}
+    options: dict[str, object] = {"train.steps": steps, "train.init": init, "train.seed": seed}
+    options |= {"train.device": device, "data.paths": data or None, "data.val": val or None}
     overrides = {key: value for key, value in options.items() if value is not None}
     return command(config, run, resume=resume, sets=sets or [], overrides=overrides)
 
@@ -72,18 +80,39 @@ def evaluate(
         int | None,
         typer.Option("--window", metavar="BYTES", min=0, help="Most bytes to score, 1048576 by default; 0 is all."),
     ] = None,
+    test: Annotated[
+        bool, typer.Option("--test", help="Score the bytes kept for a test, where the data has such, as enwik8 does.")
+    ] = False,
 ) -> int:
     """Score the newest checkpoint of a run in bits per byte."""
     from dormouse_train.commands.evaluate import command
 
-    return command(run, data or [], window)
+    return command(run, data or [], window, test=test)
 
 
-def info(run: Run) -> int:
+def export(
+    run: Run,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The file to write, such as model.safetensors.")],
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="N", help="Of this checkpoint; the newest by default.")
+    ] = None,
+) -> int:
+    """Write the weights of a run to one file: bf16, safetensors, with the configuration in it."""
+    from dormouse_train.commands.export import command
+
+    return command(run, out, step)
+
+
+def info(
+    run: Run,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw its curves to a picture as well.")
+    ] = None,
+) -> int:
     """Show what a run is, how far it came, and whether its checkpoints are whole."""
     from dormouse_train.commands.info import command
 
-    return command(run)
+    return command(run, plot)
 
 
 def dormouse() -> typer.Typer:
@@ -92,6 +121,7 @@ def dormouse() -> typer.Typer:
     app.command("train")(train)
     app.command("generate")(generate)
     app.command("eval")(evaluate)
+    app.command("export")(export)
     app.command("info")(info)
 
     @app.callback()

@@ -251,3 +251,9 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+__all__ = [
+    "Checkpoint",
+    "Stateful",
+]

@@ -43,11 +43,18 @@ class DataSection(Section):
     """`[data]`: which bytes are trained on."""
 
     paths: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
-    """Files, folders and globs of raw bytes or `.gz`; empty means the interpreter's own standard library."""
+    """Files, folders and globs, or `markov:ORDER:SEED`; empty means the interpreter's own standard library.
+
+    Bytes are taken as they are; `.gz` and `.zst` are unpacked, of `.jsonl` and `.parquet` the texts are read.
+    """
+    val: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
+    """The same for held-out bytes; empty means a share of `paths`."""
+    text_field: str = Field(default="text", min_length=1)
+    """The field of a `.jsonl` row, or the column of a `.parquet` file, that holds a document."""
     order: Literal["random"] = "random"
     """How windows follow each other: `random` is a pseudo-random permutation of them, a new one each epoch."""
     heldout_fraction: Finite = Field(default=0.05, gt=0, lt=1)
-    """Share of the bytes that is never trained on."""
+    """Share of the bytes that is never trained on, where `val` is empty."""
 
 
 class TrainSection(Section):
@@ -63,6 +70,8 @@ class TrainSection(Section):
     accumulate: int = Field(default=1, gt=0)
     """Micro-batches of a step."""
     seed: int = Field(default=0, ge=0, lt=2**63)
+    init: str = ""
+    """A run, or a file that `dormouse export` wrote, whose weights the run begins with; empty means new ones."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` is CUDA where there is a device; a run's folder holds what it became."""
     threads: int = Field(default=0, ge=0, le=4096)
@@ -131,9 +140,11 @@ class CheckpointSection(Section):
 
 
 class LogSection(Section):
-    """`[log]`: how often a line is shown and written to metrics.jsonl."""
+    """`[log]`: how often a line is shown and written to metrics.jsonl, and whether to TensorBoard too."""
 
     every: int = Field(default=10, gt=0)
+    tensorboard: bool = False
+    """Whether the run holds the same numbers as TensorBoard's events."""
 
 
 class Config(Section):
@@ -159,6 +170,7 @@ class Config(Section):
 PROGRESS_KEYS = frozenset(
     {
         "log.every",
+        "log.tensorboard",
         "eval.every",
         "eval.sample_bytes",
         "eval.prompt",
@@ -173,14 +185,18 @@ PROGRESS_KEYS = frozenset(
 
 
 def load_config(
-    name_or_file: str | Path | None, sets: Sequence[str] = (), overrides: Mapping[str, object] | None = None
+    source: str | Path | Mapping[str, Any] | None,
+    sets: Sequence[str] = (),
+    overrides: Mapping[str, object] | None = None,
 ) -> Config:
-    """The configuration of a name or TOML file (None: `nano`), changed by each `key=value` and by dotted `overrides`.
+    """The configuration of a name, TOML file or its tables (None: `nano`), changed by `sets` and dotted `overrides`.
 
-    A file may stand on a named configuration: its top-level `base = "nano"` is read first.
+    A file or tables may stand on a named configuration: their top-level `base = "nano"` is read first.
     Errors: `ConfigError` for an unknown name, key or value, naming the nearest valid one.
     """
-    return assemble(_tables("nano" if name_or_file is None else str(name_or_file)), sets, overrides)
+    if isinstance(source, Mapping):
+        return assemble(_on_base(source, "the tables"), sets, overrides)
+    return assemble(_tables("nano" if source is None else str(source)), sets, overrides)
 
 
 def read_resolved(path: Path) -> dict[str, Any]:
@@ -216,14 +232,20 @@ def _tables(name_or_file: str) -> dict[str, Any]:
     tables = read_config(name_or_file)
     if name_or_file in named_configs():
         return merge(tables, _train_tables(name_or_file))
-    base = tables.pop("base", None)
+    return _on_base(tables, name_or_file)
+
+
+def _on_base(tables: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`tables` over those of the named configuration that they stand on, if they do."""
+    own = {key: value for key, value in tables.items() if key != "base"}
+    base = tables.get("base")
     if base is None:
-        return tables
+        return own
     if base not in named_configs():
         near = difflib.get_close_matches(str(base), named_configs(), n=1, cutoff=0.3)
         mend = f"did you mean '{near[0]}'?" if near else f"the names are {', '.join(named_configs())}"
-        raise ConfigError(f"config: base = {base!r} of {name_or_file} is not a named configuration; {mend}")
-    return merge(_tables(base), tables)
+        raise ConfigError(f"config: base = {base!r} of {where} is not a named configuration; {mend}")
+    return merge(_tables(base), own)
 
 
 def _train_tables(name: str) -> dict[str, Any]:
@@ -311,3 +333,16 @@ def refused_on_resume(saved: Config, asked: Config, step: int) -> dict[str, tupl
     extends = all(begin is not None and step <= begin for begin in begins)
     allowed = PROGRESS_KEYS | ({"train.steps"} if extends else set())
     return {key: values for key, values in differences.items() if key not in allowed}
+
+
+__all__ = [
+    "PROGRESS_KEYS",
+    "CheckpointSection",
+    "Config",
+    "DataSection",
+    "EvalSection",
+    "LogSection",
+    "OptimSection",
+    "TrainSection",
+    "load_config",
+]

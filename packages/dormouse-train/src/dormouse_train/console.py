@@ -1,4 +1,4 @@
-"""What a person sees of a run: one live line on a terminal, plain lines elsewhere, and the report at the end."""
+"""What a person sees of a run: lines that stay, on a terminal a live one below them, and the report at the end."""
 
 from __future__ import annotations
 
@@ -37,22 +37,23 @@ class Status:
     eta_seconds: float
     skipped: int
 
-    def line(self) -> str:
-        """The status as one line, the most important first: a narrow terminal cuts the end."""
+    def line(self, width: int | None = None) -> str:
+        """The status as one line, the most important first; beyond `width` columns what does not fit is left out."""
         parts = [
             f"step {self.step}/{self.steps}",
             f"loss {self.loss:.4f}",
             f"train {self.train_bpb:.3f} BPB",
+            f"{self.bytes_per_second / 1000:.1f} kB/s",
+            f"ETA {duration(self.eta_seconds)}",
+            *([f"skipped {self.skipped}"] if self.skipped else []),
+            f"{self.memory_bytes / 1e6:.0f} MB",
             f"rate {self.lr:.2e}",
             f"|g| {self.grad_norm:.2f}",
             f"load {self.max_expert_load:.1f}x",
             f"dead {self.dead_experts}/{self.experts}",
-            f"{self.bytes_per_second / 1000:.1f} kB/s",
-            f"{self.memory_bytes / 1e6:.0f} MB",
-            f"ETA {duration(self.eta_seconds)}",
         ]
-        if self.skipped:
-            parts.append(f"skipped {self.skipped}")
+        while width is not None and len(parts) > 1 and len("  ".join(parts)) > width:
+            parts.pop()
         return "  ".join(parts)
 
     def metrics(self) -> dict[str, int | float]:
@@ -62,7 +63,7 @@ class Status:
 
 
 class Console:
-    """`with Console() as console:` shows a run on `file` (stdout), with a live line where that is a terminal.
+    """`with Console() as console:` shows a run on `file` (stdout), with a live line below where that is a terminal.
 
     `live` overrides what the file says of itself; `quiet` shows nothing.
     Nothing that came from data or from a model is read as markup, and no control character of it reaches the terminal.
@@ -93,7 +94,7 @@ class Console:
 
     @property
     def is_live(self) -> bool:
-        """Whether a status replaces the one before it."""
+        """Whether there is a live line, which every status renews."""
         return self._terminal.is_terminal and not self._terminal.quiet
 
     def note(self, text: str) -> None:
@@ -101,18 +102,20 @@ class Console:
         encoding = self._terminal.encoding
         self._terminal.print(Text(text.encode(encoding, "backslashreplace").decode(encoding)))
 
-    def status(self, status: Status) -> None:
-        """Replace the live line, or print a line of its own."""
+    def status(self, status: Status, *, lasting: bool = True) -> None:
+        """Print a line that stays where it is `lasting`, and on a terminal renew the live line below it."""
+        line = status.line(self._terminal.width if self.is_live else None)
+        if lasting:
+            self.note(line)
         if not self.is_live:
-            self.note(status.line())
             return
         if self._live is None:
-            self._live = Live(console=self._terminal, refresh_per_second=4, transient=False)
+            self._live = Live(console=self._terminal, refresh_per_second=4, transient=True)
             self._live.start()
-        self._live.update(Text(status.line(), no_wrap=True, overflow="ellipsis"))
+        self._live.update(Text(line, no_wrap=True, overflow="ellipsis"))
 
     def end_live(self) -> None:
-        """Leave the live line as it is and show the cursor again; a later status begins a new one."""
+        """Take the live line away and show the cursor again; a later status begins a new one."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -136,8 +139,8 @@ class Console:
         for line in shown(prompt + written).split("\n"):
             self.note(f"  | {line}")
 
-    def report(self, evaluation: Evaluation, baselines: Baselines) -> None:
-        """The end of a run: the model's score beside what simpler models reach on the same bytes."""
+    def report(self, evaluation: Evaluation, baselines: Baselines, entropy: float | None = None) -> None:
+        """The end of a run: the model's score beside those of simpler models, and of the best possible."""
         part = "all" if baselines.fitted_bytes == baselines.train_bytes else f"{baselines.fitted_bytes:,} of the"
         self.note(f"on the same {evaluation.window_bytes:,} held-out bytes, in bits a byte (BPB), the others fitted on")
         self.note(f"{part} {baselines.train_bytes:,} training bytes:")
@@ -147,6 +150,8 @@ class Console:
         rows["xz(train+held) - xz(train)"] = baselines.xz
         for name, bits in rows.items():
             self.note(f"  {name:<28} {bits:.3f}{'  beaten' if bits > evaluation.bpb else ''}")
+        if entropy is not None:
+            self.note(f"  {'entropy of the source':<28} {entropy:.3f}")
 
 
 def shown(data: bytes) -> str:

@@ -9,6 +9,11 @@ class UserError(Exception):
     exit_code = 2
 
 
+def missing_extra(what: str, module: str, extra: str) -> UserError:
+    """The error for `what`, which needs a `module` that an optional extra of this package installs."""
+    return UserError(f"{what} and {module} is not installed; add it with: uv add 'dormouse-train[{extra}]'")
+
+
 def out_of_memory(error: BaseException) -> str | None:
     """The first line of `error` where it says that memory, of a device or of the machine, did not suffice.
 
@@ -20,3 +25,8 @@ def out_of_memory(error: BaseException) -> str | None:
     lowered = text.lower()
     said = any(words in lowered for words in ("out of memory", "not enough memory", "can't allocate memory"))
     return text.splitlines()[0].rstrip(".") if isinstance(error, RuntimeError) and said else None
+
+
+__all__ = [
+    "UserError",
+]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import resource
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -14,7 +14,9 @@ import torch
 from dormouse_kernels import Counters
 from dormouse_model import Dormouse, generate
 from dormouse_model.generation import NonFiniteLogits
+from dormouse_model.weights import install, weights_file
 
+from dormouse_train import events
 from dormouse_train.baselines import Baselines, measure
 from dormouse_train.checkpoint import Checkpoint, RandomState
 from dormouse_train.config import Config
@@ -42,6 +44,8 @@ class Result:
     exit_code: int
     """0 at the end, 128 + the signal that asked it to stop (130, 143)."""
     step: int
+    run: Path
+    """The folder of the run."""
     heldout_bpb: float | None = None
     window_bytes: int | None = None
     baselines: Baselines | None = None
@@ -69,7 +73,12 @@ def train(
         loop = _Loop(config, run, corpus or open_corpus(config.data, run), console, signals, counters)
         if resume:
             loop.resume()
-        return loop.run()
+        elif config.train.init:
+            install(loop.model, weights_file(config.train.init))
+        with events.opened(run) if config.log.tensorboard else nullcontext() as mirror:
+            if mirror is not None:
+                loop.metrics.also.append(mirror.write)
+            return loop.run()
 
 
 class _Loop:
@@ -134,6 +143,8 @@ class _Loop:
         on_cpu = f"{threads} thread{'s' if threads > 1 else ''}"
         where = on_cpu if self.device.type == "cpu" else torch.cuda.get_device_name()
         self.console.note(f"{numbers:,} parameters on {self.device.type} ({where})")
+        if self.config.train.init:
+            self.console.note(f"begun with the weights of {self.config.train.init}")
         self.console.groups(self.optimizer.table())
         if self.progress.step:
             self.console.note(f"going on after step {self.progress.step}")
@@ -151,13 +162,13 @@ class _Loop:
             gc.collect()
 
     def _tell(self, result: StepResult) -> None:
-        """A line at `log.every`, at the first and at the last step; a live line is renewed every step."""
+        """A lasting line at `log.every`, at the first and at the last step; a live line is renewed every step."""
         keys, step = self.config.train, self.progress.step
         logged = step in (1, keys.steps) or _due(step, self.config.log.every)
         if not logged and not self.console.is_live:
             return
         status = self._status(result)
-        self.console.status(status)
+        self.console.status(status, lasting=logged)
         if logged:
             self.metrics.write(status.metrics() | {"seconds": self.progress.seconds} | self._counted())
             self.since_line = (0, 0.0)
@@ -236,7 +247,7 @@ class _Loop:
         self._save()
         self.console.end_live()
         self.console.note(f"stopped and saved at step {self.progress.step}; --resume --run {self.folder} goes on")
-        return Result(self.signals.exit_code, self.progress.step)
+        return Result(self.signals.exit_code, self.progress.step, self.folder)
 
     def _report(self) -> Result:
         """Score the model and the baselines on the same held-out bytes, and sample; all is saved by now."""
@@ -245,9 +256,9 @@ class _Loop:
         self.signals.check()
         chosen = window(len(self.corpus.heldout), keys.final_window_bytes)
         others = measure(self.corpus.train, chosen.over(self.corpus.heldout), check=self.signals.check)
-        self.console.report(scored, others)
+        self.console.report(scored, others, self.corpus.entropy)
         self._sample()
-        return Result(self.signals.exit_code, step, scored.bpb, scored.window_bytes, others)
+        return Result(self.signals.exit_code, step, self.folder, scored.bpb, scored.window_bytes, others)
 
 
 def _due(step: int, every: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from dormouse_train.run_folder import replacing
@@ -22,12 +22,16 @@ class Metrics:
 
     def __init__(self, run: Path) -> None:
         self.path = run / NAME
+        self.also: list[Callable[[Mapping[str, Value]], None]] = []
+        """What else is given every line, once it is written."""
 
     def write(self, values: Mapping[str, Value]) -> None:
         """Append one line; `values` holds `step` and plain values."""
-        line = json.dumps({"step": values["step"]} | {key: _plain(value) for key, value in values.items()})
+        line = {"step": values["step"]} | {key: _plain(value) for key, value in values.items()}
         with self.path.open("ab") as file:
-            file.write(line.encode() + b"\n")
+            file.write(json.dumps(line).encode() + b"\n")
+        for tell in self.also:
+            tell(line)
 
     def cut_back(self, step: int) -> None:
         """Drop every line after `step`, and a last line that a killed process left unfinished."""
@@ -69,3 +73,10 @@ def _step(written: object) -> int | None:
 
 def _plain(value: Value) -> Value:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+__all__ = [
+    "Metrics",
+    "Value",
+    "read",
+]

@@ -28,7 +28,9 @@ CONFIG = "config.toml"
 LOCK = ".lock"
 START = frozenset({LOCK, "data", "data.json", "data.json.tmp", f"{CONFIG}.tmp"})
 """What a run holds before its `config.toml` is written."""
-PACKS = frozenset({"train.bin", "train.bin.tmp", "heldout.bin", "heldout.bin.tmp"})
+PACKS = frozenset(
+    f"{side}.{kind}{state}" for side in ("train", "heldout") for kind in ("bin", "documents") for state in ("", ".tmp")
+)
 """What `data/` of a run may hold."""
 
 
@@ -47,8 +49,11 @@ def create(run: Path | None = None) -> Path:
 
 
 def _refuse_taken(run: Path) -> None:
-    if run.is_dir() and any(run.iterdir()) and not is_interrupted_start(run):
+    if not run.is_dir() or not any(run.iterdir()) or is_interrupted_start(run):
+        return
+    if holds_run(run):
         raise UserError(f"--run: {run} exists; add --resume to go on with it, or give another folder")
+    raise UserError(f"--run: {run} is no run and holds other files; give a new or an empty folder")
 
 
 def is_interrupted_start(run: Path) -> bool:
@@ -103,22 +108,36 @@ def _dated(runs: Path) -> Path:
 
 def newest(runs: Path = RUNS) -> Path:
     """The run that a `--resume` without `--run` means: the one under `runs/` that was begun or resumed last."""
-    found = list(runs.glob(f"*/{CONFIG}"))
-    if not found:
+    run = _newest(runs)
+    if run is None:
         raise UserError(f"--resume: there is no run under {runs}/ to go on with; give --run FOLDER")
-    return max(found, key=lambda path: (path.stat().st_mtime_ns, path)).parent
+    return run
 
 
-def tables(run: Path) -> dict[str, Any]:
-    """The tables of `run/config.toml`. Errors: `UserError` where `run` is not the folder of a run."""
+def _newest(runs: Path) -> Path | None:
+    found = max(runs.glob(f"*/{CONFIG}"), key=lambda path: (path.stat().st_mtime_ns, path), default=None)
+    return None if found is None else found.parent
+
+
+def tables(run: Path, *, argument: str = "--run") -> dict[str, Any]:
+    """The tables of `run/config.toml`.
+
+    Errors: `UserError` where `run` is not the folder of a run, naming the `argument` that it came from.
+    """
     if not run.is_dir():
         what = "is no folder" if run.exists() else "does not exist"
-        raise UserError(f"--run: {run} {what}; give the folder of a run")
-    if not (run / CONFIG).is_file():
-        if is_interrupted_start(run):
-            raise UserError(f"--run: the start of {run} was interrupted; leave out --resume to begin it anew")
-        raise UserError(f"--run: {run} holds no {CONFIG}, so it is not a run; give another folder or delete it")
-    return read_resolved(run / CONFIG)
+        raise UserError(f"{argument}: {run} {what}; give the folder of a run")
+    if (run / CONFIG).is_file():
+        return read_resolved(run / CONFIG)
+    if is_interrupted_start(run):
+        raise UserError(
+            f"{argument}: the start of {run} was interrupted; train with --run {run} and leave out --resume"
+        )
+    below = _newest(run)
+    raise UserError(
+        f"{argument}: {run} is not a run, as it holds no {CONFIG}; "
+        f"give the folder of a run{'' if below is None else f', such as {below}'}"
+    )
 
 
 def reopen(run: Path, asked: Config) -> None:

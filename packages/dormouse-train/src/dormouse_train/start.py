@@ -6,14 +6,14 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dormouse_model.layout import latest_step
 
-from dormouse_train import run_folder
+from dormouse_train import events, run_folder
 from dormouse_train.config import Config, assemble, load_config
 from dormouse_train.data import Batches, Corpus, open_corpus
-from dormouse_train.data.sources import expanded
+from dormouse_train.data.sources import pinned
 from dormouse_train.device import settled
 from dormouse_train.errors import UserError, out_of_memory
 from dormouse_train.metrics import Metrics
@@ -29,7 +29,7 @@ ON_CUDA = "small"
 
 
 def train(
-    config: Config | str | Path | None = None,
+    config: Config | Mapping[str, Any] | str | Path | None = None,
     *,
     run: Path | str | None = None,
     resume: bool = False,
@@ -37,10 +37,10 @@ def train(
     overrides: Mapping[str, object] | None = None,
     console: Console | None = None,
 ) -> Result:
-    """Train `config` in the folder `run`: a configuration, a name or a TOML file.
+    """Train `config` in the folder `run`, and return how it ended: the folder, the step and the held-out BPB.
 
-    None is `nano` on a CPU and `small` on CUDA, or the run's own on a resume.
-
+    `config` is a name, a TOML file, its tables as a dict, or a `Config`. None is `nano` on a CPU and `small` on CUDA,
+    or the run's own on a resume.
     `sets` are `key=value` as on the command line, `overrides` dotted keys with values; neither goes with a `Config`.
     Without `run` a new folder is made under `runs/`, and a `resume` means the newest there. A resume goes on from the
     newest checkpoint, or from step 0 where none was written, bit for bit as if the run had not been interrupted.
@@ -62,12 +62,13 @@ def train(
         with _undone_on_error(folder, made=made):
             on_cuda = partial(load_config, ON_CUDA, sets, overrides) if config is None else None
             chosen, corpus = _prepare(chosen, folder, console, on_cuda=on_cuda)
+            _check_init(chosen)
             run_folder.write_config(folder, chosen)
         return _loop(chosen, folder, corpus, resume=False, console=console)
 
 
 def _configuration(
-    config: Config | str | Path | None, sets: Sequence[str], overrides: Mapping[str, object] | None
+    config: Config | Mapping[str, Any] | str | Path | None, sets: Sequence[str], overrides: Mapping[str, object] | None
 ) -> Config:
     if not isinstance(config, Config):
         return load_config(config, sets, overrides)
@@ -81,6 +82,7 @@ def _go_on(config: Config, folder: Path, console: Console | None) -> Result:
     run_folder.reopen(folder, config)
     saved = latest_step(folder) is not None
     if not saved:
+        _check_init(config)
         Metrics(folder).cut_back(0)
     return _loop(config, folder, corpus, resume=saved, console=console)
 
@@ -88,10 +90,14 @@ def _go_on(config: Config, folder: Path, console: Console | None) -> Result:
 def _prepare(
     config: Config, folder: Path, console: Console | None, *, on_cuda: Callable[[], Config] | None = None
 ) -> tuple[Config, Corpus]:
-    """Open the data, which is quick, before torch is imported, which is not; then settle the device.
+    """Open the data before torch is imported, which is slow; then settle the device, one that was asked for at first.
 
     `on_cuda` makes the configuration to take instead where that device is CUDA.
     """
+    if config.log.tensorboard:
+        events.require()
+    if config.train.device == "cuda":
+        settled("cuda")  # refused before gigabytes of data are read
     corpus = open_corpus(config.data, folder)
     _refuse_short(corpus, config)
     if console is not None:
@@ -109,14 +115,32 @@ def _refuse_short(corpus: Corpus, config: Config) -> None:
     Batches(corpus.train, batch=config.train.batch, seq=config.train.seq, seed=config.train.seed)
 
 
+def _check_init(config: Config) -> None:
+    """Errors: `UserError` naming the first of the weights of `train.init` that is not of this model."""
+    if not config.train.init:
+        return
+    from dormouse_model import Dormouse
+    from dormouse_model.checkpoint import CheckpointError
+    from dormouse_model.weights import mismatch, weights_file
+
+    try:
+        wrong = mismatch(Dormouse(config.architecture, device="meta"), weights_file(config.train.init))
+    except CheckpointError as error:
+        raise UserError(f"--init: {str(error).partition(': ')[2]}") from None
+    if wrong is not None:
+        raise UserError(f"--init: {wrong}; give weights of one configuration with --config")
+
+
 def _with_device(config: Config, device: str) -> Config:
     return config.model_copy(update={"train": config.train.model_copy(update={"device": device})})
 
 
 def _pinned(config: Config) -> Config:
     """Data paths as absolute ones: a run goes on from whatever folder the command is given in."""
-    paths = tuple(str(Path(expanded(path)).absolute()) for path in config.data.paths)
-    return config.model_copy(update={"data": config.data.model_copy(update={"paths": paths})})
+    data = config.data
+    paths = {"paths": tuple(map(pinned, data.paths)), "val": tuple(map(pinned, data.val))}
+    train = config.train.model_copy(update={"init": pinned(config.train.init) if config.train.init else ""})
+    return config.model_copy(update={"data": data.model_copy(update=paths), "train": train})
 
 
 def _loop(config: Config, folder: Path, corpus: Corpus, *, resume: bool, console: Console | None) -> Result:

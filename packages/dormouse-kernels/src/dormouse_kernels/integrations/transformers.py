@@ -10,6 +10,8 @@ from dormouse_kernels.moe.grouped.op import grouped_mm
 from dormouse_kernels.moe.op import glu_experts
 from dormouse_kernels.moe.routing import Routing, route
 
+__all__ = ["register"]
+
 NAME = "dormouse"
 OLDEST = "5.17"
 """The oldest transformers that is accepted; before its pull request 45577 models refused a foreign name."""

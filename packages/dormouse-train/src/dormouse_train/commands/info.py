@@ -9,13 +9,20 @@ from dormouse_train import run_folder
 from dormouse_train.config import Config, assemble
 from dormouse_train.data import manifest
 from dormouse_train.metrics import Value, read
+from dormouse_train.plot import save
 
 
-def command(run: Path) -> int:
-    """Print a few lines; a damaged checkpoint is named and is no error, as showing it is what was asked for."""
-    config = assemble(run_folder.tables(run))
+def command(run: Path, plot: Path | None = None) -> int:
+    """Print a few lines; a damaged checkpoint is named and is no error, as showing it is what was asked for.
+
+    `plot` is a file to draw the run's curves to.
+    """
+    config = assemble(run_folder.tables(run, argument="RUN"))
     for name, text in _rows(run, config):
         print(f"{name:<12} {text}", flush=True)
+    if plot is not None:
+        save(run, plot)
+        print(f"{'picture':<12} {plot}", flush=True)
     return 0
 
 
@@ -23,7 +30,8 @@ def _rows(run: Path, config: Config) -> Iterator[tuple[str, str]]:
     yield "run", str(run)
     if (run / manifest.NAME).exists():
         data = manifest.load(run)
-        sizes = f"{data.train_bytes:,} bytes to train on, {data.heldout_bytes:,} held out"
+        test = f", {data.test_bytes:,} for a test" if data.test_bytes else ""
+        sizes = f"{data.train_bytes:,} bytes to train on, {data.heldout_bytes:,} held out{test}"
         yield "data", f"{data.name}: {len(data.files)} files, {sizes}"
     yield "model", _model(config)
     train = config.train

@@ -18,7 +18,7 @@ def load(run: Path) -> tuple[Config, Dormouse]:
 
     Errors: `UserError` for a folder that is no run, or whose newest checkpoint is absent, partial or damaged.
     """
-    config = assemble(run_folder.tables(run))
+    config = assemble(run_folder.tables(run, argument="RUN"))
     import torch
     from dormouse_model import checkpoint
 

@@ -2,5 +2,6 @@
 
 from dormouse_train.data.batches import Batches
 from dormouse_train.data.corpus import ByteView, Corpus, open_corpus, open_paths
+from dormouse_train.data.markov import Markov
 
-__all__ = ["Batches", "ByteView", "Corpus", "open_corpus", "open_paths"]
+__all__ = ["Batches", "ByteView", "Corpus", "Markov", "open_corpus", "open_paths"]

@@ -13,24 +13,27 @@ import numpy as np
 
 from dormouse_train.config import DataSection
 from dormouse_train.data import manifest as manifests
+from dormouse_train.data import packing
 from dormouse_train.data.manifest import Entry, Manifest
+from dormouse_train.data.markov import Markov
 from dormouse_train.data.sources import find, standard_library
 from dormouse_train.errors import UserError
-from dormouse_train.run_folder import CONFIG, replacing
+from dormouse_train.run_folder import CONFIG
 
 FOLDER = "data"
-SIDES = ("train", "heldout")
-
-PACK_BELOW = 16 << 20
-"""Raw files from this many bytes on are mapped where they lie; smaller ones and `.gz` are packed, as maps are few."""
 
 
 class ByteView:
-    """Bytes of several mapped pieces, one after the other; `len(view)`, `view.read(start, n)`."""
+    """Bytes of several mapped pieces, one after the other; `len(view)`, `view.read(start, n)`.
 
-    def __init__(self, pieces: Sequence[np.ndarray]) -> None:
+    `documents`: ascending positions at which a document begins, `[n]` int64, mapped as well; by default the whole view
+    is one document.
+    """
+
+    def __init__(self, pieces: Sequence[np.ndarray], documents: np.ndarray | None = None) -> None:
         self._pieces = [piece for piece in pieces if len(piece)]
         self._ends = list(accumulate(len(piece) for piece in self._pieces))
+        self.documents = np.zeros(min(1, len(self)), dtype=np.int64) if documents is None else documents
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -45,6 +48,11 @@ class ByteView:
             out[filled : filled + len(part)] = part
             filled += len(part)
         return out
+
+    def documents_in(self, start: int, n: int) -> np.ndarray:
+        """Which of bytes `start`..`start + n - 1` begin a document, counted from `start`: ascending int64."""
+        first, last = np.searchsorted(self.documents, (start, start + n))
+        return self.documents[first:last] - start
 
     def parts(self, spans: Iterable[tuple[int, int]]) -> ByteView:
         """The bytes of each (start, n) one after the other, still mapped and not copied."""
@@ -62,16 +70,23 @@ class ByteView:
 
 @dataclass(frozen=True)
 class Corpus:
-    """`train` and `heldout` bytes of a run, and the manifest they were opened from."""
+    """`train` and `heldout` bytes of a run, the `test` bytes of a split that has them, and the manifest of all."""
 
     train: ByteView
     heldout: ByteView
+    test: ByteView
     files: Manifest
 
     @property
     def name(self) -> str:
         """What the bytes are called, such as `standard library of Python 3.11.7`."""
         return self.files.name
+
+    @property
+    def entropy(self) -> float | None:
+        """Bits a byte that no model can be below in the mean, where a synthetic source is all there is."""
+        sources = [entry.source for entry in self.files.files]
+        return sources[0].entropy if len(sources) == 1 and isinstance(sources[0], Markov) else None
 
     def manifest(self) -> dict[str, Any]:
         """What `data.json` holds."""
@@ -81,8 +96,9 @@ class Corpus:
 def open_corpus(data: DataSection, run: Path) -> Corpus:
     """The corpus of `run`: found, split and described in `run/data.json` the first time, checked against it afterwards.
 
-    Small files and `.gz` are packed into `run/data/`, streamed, and not needed again while that copy is whole; large
-    raw files are mapped where they lie.
+    All but large raw files are packed into `run/data/`, streamed, and not needed again while that copy is whole; those
+    are mapped where they lie. Every file, and of files with rows every row, is a document. A side that begins within a
+    document begins one there.
     Errors: `UserError` naming a file that is missing, empty, damaged, or has changed since the run began, and for a run
     that has lost its `data.json`: other bytes in the place of those it is of would not be noticed.
     """
@@ -92,91 +108,48 @@ def open_corpus(data: DataSection, run: Path) -> Corpus:
     if (run / CONFIG).exists():
         raise UserError(f"data: {run / manifests.NAME} is missing since the run began; put it back, or start a new run")
     if data.paths:
-        name, sources = ", ".join(data.paths), find(data.paths)
+        name, sources = ", ".join(data.paths), find(data.paths, data.text_field)
     else:
         name, sources = manifests.library_name(), standard_library()
-    described = manifests.describe(sources, name, data.heldout_fraction)
+    heldout = find(data.val, data.text_field)
+    described = manifests.describe(sources, name, data.heldout_fraction, heldout)
     views = _open(described, run / FOLDER)
     manifests.save(described, run)
     return Corpus(*views, described)
 
 
-def open_paths(paths: Sequence[str], folder: Path) -> ByteView:
-    """All bytes of files, folders and globs as one view; small files and `.gz` are packed into `folder`."""
-    measured = [(source, *manifests.measure(source.chunks())) for source in find(paths)]
-    entries = tuple(Entry(str(source.path), size, digest, train_bytes=0) for source, size, digest in measured)
-    view = _open(Manifest(", ".join(paths), entries), folder)[1]
-    if not len(view):
+def open_paths(paths: Sequence[str], folder: Path, text_field: str = "text") -> ByteView:
+    """All bytes of files, folders, globs and synthetic sources as one view; all but large raw files go to `folder`."""
+    entries = manifests.measured(find(paths, text_field))
+    if not entries:
         raise UserError(f"data: {', '.join(paths)} holds no bytes; give files with something in them")
-    return view
+    return _open(Manifest(", ".join(paths), tuple(entries)), folder)[1]
 
 
-def _open(described: Manifest, folder: Path, *, begun: bool = False) -> tuple[ByteView, ByteView]:
-    """Both sides; of a run that has `begun` every byte is compared with the manifest, in its packs where it can be."""
-    packed = [entry for entry in described.files if _is_packed(entry)]
-    files = [folder / f"{side}.bin" for side in SIDES]
-    whole = bool(packed) and _is_whole(packed, files)
+def _open(described: Manifest, folder: Path, *, begun: bool = False) -> tuple[ByteView, ByteView, ByteView]:
+    """All sides; of a run that has `begun` every byte is compared with the manifest, in its packs where it can be."""
+    entries = described.files
+    packed = any(map(packing.is_packed, entries))
+    whole = packed and packing.is_whole(entries, folder)
     if begun:
-        manifests.check([entry for entry in described.files if not (whole and _is_packed(entry))])
+        manifests.check([entry for entry in entries if not (whole and packing.is_packed(entry))])
     if packed and not whole:
-        _pack(packed, files)
-    packs = [_map(path) for path in files]
-    return _view(described, packs[0], 0), _view(described, packs[1], 1)
+        packing.pack(entries, folder)
+    starts = packing.documents(entries, folder)
+    pieces = [_pieces(entries, packing.mapped(folder / f"{side}.bin"), side) for side in packing.SIDES]
+    test = [packing.mapped(Path(entry.path))[-entry.test_bytes :] for entry in entries if entry.test_bytes]
+    return ByteView(pieces[0], starts[0]), ByteView(pieces[1], starts[1]), ByteView(test)
 
 
-def _is_whole(packed: Sequence[Entry], files: Sequence[Path]) -> bool:
-    """Whether the packed files are there and hold exactly the content of the entries."""
-    if not all(path.exists() for path in files):
-        return False
-    train, heldout = (_map(path) for path in files)
-    for entry in packed:
-        head, tail = train[: entry.train_bytes], heldout[: entry.bytes - entry.train_bytes]
-        if manifests.measure([head.data, tail.data]) != (entry.bytes, entry.sha256):
-            return False
-        train, heldout = train[len(head) :], heldout[len(tail) :]
-    return len(train) == len(heldout) == 0
-
-
-def _is_packed(entry: Entry) -> bool:
-    return entry.source.compressed or entry.bytes < PACK_BELOW
-
-
-def _view(described: Manifest, pack: np.ndarray, side: int) -> ByteView:
-    """The pieces of one side in reading order; neighbours within the pack become one piece."""
+def _pieces(entries: Sequence[Entry], pack: np.ndarray, side: str) -> list[np.ndarray]:
+    """The bytes of one side in reading order; neighbours within the pack become one piece."""
     pieces: list[np.ndarray] = []
     begin = end = 0
-    for entry in described.files:
-        length = entry.bytes - entry.train_bytes if side else entry.train_bytes
-        if _is_packed(entry):
+    for entry in entries:
+        first, length = (0, entry.train_bytes) if side == "train" else (entry.train_bytes, entry.heldout_bytes)
+        if packing.is_packed(entry):
             end += length
         elif length:
-            pieces += [pack[begin:end], _map(Path(entry.path))[-length:] if side else _map(Path(entry.path))[:length]]
+            pieces += [pack[begin:end], packing.mapped(Path(entry.path))[first : first + length]]
             begin = end
-    return ByteView([*pieces, pack[begin:end]])
-
-
-def _map(path: Path) -> np.ndarray:
-    if not path.exists() or path.stat().st_size == 0:  # an empty file cannot be mapped
-        return np.empty(0, dtype=np.uint8)
-    return np.memmap(path, dtype=np.uint8, mode="r")
-
-
-def _pack(entries: Sequence[Entry], files: Sequence[Path]) -> None:
-    """Stream the content of `entries` into one file a side, checking it against the manifest on the way."""
-    files[0].parent.mkdir(parents=True, exist_ok=True)
-    with replacing(files[0]) as train, replacing(files[1]) as heldout:
-        for entry in entries:
-            _copy(entry, train, heldout)
-
-
-def _copy(entry: Entry, train: Any, heldout: Any) -> None:
-    def written() -> Any:
-        left = entry.train_bytes
-        for chunk in entry.source.chunks():
-            train.write(chunk[:left])
-            heldout.write(chunk[left:])
-            left = max(0, left - len(chunk))
-            yield chunk
-
-    if manifests.measure(written()) != (entry.bytes, entry.sha256):
-        raise UserError(f"data: {entry.path} changed while it was being read; try again when it is written")
+    return [*pieces, pack[begin:end]]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import glob
-import gzip
 import os
 import sysconfig
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dormouse_train.data import rows, unpack
+from dormouse_train.data.markov import PREFIX, Markov
 from dormouse_train.errors import UserError
 from dormouse_train.run_folder import holds_run
 
@@ -20,53 +20,89 @@ NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-pa
 
 
 @dataclass(frozen=True)
-class Source:
-    """A file by its absolute path; what counts is its content, which for `.gz` is what it unpacks to."""
+class File:
+    """A file by its absolute path; what counts is its content: what it unpacks to, and of rows the text in them."""
 
     path: Path
+    text_field: str = "text"
+    """Which field of a row holds its text, for a file that has rows."""
 
     @property
-    def compressed(self) -> bool:
-        """Whether the bytes have to be unpacked, by the file's name."""
-        return self.path.suffix == ".gz"
+    def name(self) -> str:
+        """What a manifest calls it."""
+        return str(self.path)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the file is rows of documents, by its name: JSON lines, also packed ones, or Parquet."""
+        return self.path.suffix == ".parquet" or self._unpacked_suffix == ".jsonl"
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether the bytes on disk are the content."""
+        return not self.has_rows and self.path.suffix not in unpack.SUFFIXES
+
+    @property
+    def _unpacked_suffix(self) -> str:
+        return (self.path.with_suffix("") if self.path.suffix in unpack.SUFFIXES else self.path).suffix
 
     def chunks(self) -> Iterator[bytes]:
-        """The content in pieces of at most a mebibyte.
+        """The content in pieces: of a file with rows a document each, of others at most a mebibyte.
 
-        Errors: `UserError` for a file that is gone, may not be read, or is damaged gzip.
+        Errors: `UserError` for a file that is gone, may not be read, or is not what its name says.
         """
         try:
-            with gzip.open(self.path) if self.compressed else self.path.open("rb") as file:
+            if self.path.suffix == ".parquet":
+                yield from rows.parquet(self.path, self.text_field)
+                return
+            with unpack.opened(self.path) as file:
+                if self.has_rows:
+                    yield from rows.json_lines(file, self.path, self.text_field)
+                    return
                 while chunk := file.read(CHUNK):
                     yield chunk
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise UserError(f"data: {self.path} is not a whole gzip file ({error}); pack it again") from None
         except OSError as error:
             raise UserError(
-                f"data: {self.path} cannot be read ({error.strerror}); mend or leave out the file"
+                f"data: {self.path} cannot be read ({error.strerror or error}); mend or leave out the file"
             ) from None
 
 
-def standard_library() -> list[Source]:
+Source = File | Markov
+
+
+def named(name: str, text_field: str) -> Source:
+    """The source that a manifest calls `name`."""
+    return Markov.parse(name) if name.startswith(PREFIX) else File(Path(name), text_field)
+
+
+def standard_library() -> list[File]:
     """The `.py` files of the running interpreter's own library, sorted, without its tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     found = [path for path in _walk(root, skip=NOT_LIBRARY) if path.suffix == ".py" and path.stat().st_size]
     if not found:
         raise UserError(f"data: this Python has no library sources under {root}; pass --data with a file or folder")
-    return [Source(path) for path in found]
+    return [File(path) for path in found]
 
 
-def find(paths: Sequence[str]) -> list[Source]:
-    """The files that `paths` (files, folders, globs) name, each once: in the order given, those of a folder sorted.
+def find(paths: Sequence[str], text_field: str = "text") -> list[Source]:
+    """The sources that `paths` (files, folders, globs, `markov:ORDER:SEED`) name, each once: in the order given.
 
-    A folder is read to its leaves, without empty and hidden files, and without the folders of earlier runs.
-    Errors: `UserError` for a path that is missing, empty, or neither file nor folder.
+    The files of a folder are sorted; it is read to its leaves, without empty and hidden files, and without the folders
+    of earlier runs. Errors: `UserError` for a path that is missing, empty, or neither file nor folder.
     """
-    found: dict[Path, Source] = {}
+    found: dict[Path | str, Source] = {}
     for text in paths:
+        if text.startswith(PREFIX):
+            found.setdefault(text, Markov.parse(text))
+            continue
         for path in _expand(text):
-            found.setdefault(path.resolve(), Source(path.absolute()))
+            found.setdefault(path.resolve(), File(path.absolute(), text_field))
     return list(found.values())
+
+
+def pinned(text: str) -> str:
+    """What `text` names, whatever the current folder is later. Errors: `UserError` for no text."""
+    return text if text.startswith(PREFIX) else str(Path(expanded(text)).absolute())
 
 
 def expanded(text: str) -> str:
