@@ -8,6 +8,7 @@ subprocess without it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import os
@@ -111,7 +112,12 @@ def compile_kernels(builds: Sequence[Build]) -> list[Compiled]:
             raise TypeError(f"compile_kernels: {build.kernel!r} is no Triton kernel; decorate it with @triton.jit")
     if not any(_is_interpreted(build.kernel) for build in builds):
         return [_compile(build) for build in builds]
-    return _compile_in_subprocess(builds)
+    made = []
+    for result in compile_each(builds):
+        if isinstance(result, CompileError):
+            raise result
+        made.append(result)
+    return made
 
 
 def compile_kernel(
@@ -196,41 +202,58 @@ def _cuobjdump(option: str, cubin: Path) -> str:
     return subprocess.run([tool, option, str(cubin)], check=True, capture_output=True, text=True).stdout
 
 
-def _compile_in_subprocess(builds: Sequence[Build]) -> list[Compiled]:
+def compile_each(builds: Sequence[Build]) -> list[Compiled | CompileError]:
+    """Compiles every build, in order, in a process beside this one: a failure is its entry, and the rest goes on.
+
+    A compiler that crashes is such a failure too: another process goes on after the build that it died of. A kernel
+    is found again by its file and name, so it must be defined at the top level of a file.
+    """
     requests = [
         (inspect.getsourcefile(b.kernel.fn), b.kernel.fn.__module__, b.kernel.fn.__qualname__, dict(b.arguments),
          b.arch, b.num_warps, b.num_stages)
         for b in builds
     ]  # fmt: skip
+    results: list[Compiled | CompileError] = []
+    while len(results) < len(requests):
+        made, said = _in_subprocess(requests[len(results) :])
+        results += made
+        if len(results) < len(requests):
+            results.append(CompileError(f"the compiling process left with {said}"))
+    return results
+
+
+def _in_subprocess(requests: Sequence[tuple[Any, ...]]) -> tuple[list[Compiled | CompileError], str]:
+    """The results until the process ended, and how it did."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder) / "asked", Path(folder) / "answered"
         asked.write_bytes(pickle.dumps(requests))
+        answered.touch()
         command = [sys.executable, "-m", "dormouse_kernels.aot", str(asked), str(answered)]
         ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if not answered.exists():
-            raise CompileError(f"the compiling process left with {ran.returncode}: {ran.stderr[-2000:]}")
-        result = pickle.loads(answered.read_bytes())
-    if isinstance(result, str):
-        raise CompileError(result)
-    return result
+        results: list[Compiled | CompileError] = []
+        # the last answer of a process that died may be half written
+        with answered.open("rb") as file, contextlib.suppress(EOFError, pickle.UnpicklingError):
+            while True:
+                results.append(pickle.load(file))
+    return results, f"{ran.returncode}: {ran.stderr[-2000:]}"
 
 
 def _answer(asked: Path, answered: Path) -> None:
-    """The subprocess: builds what `asked` names and pickles the results, or the reason there are none."""
-    builds = []
+    """The subprocess: builds what `asked` names, one after another, and writes down each result as it is made."""
     modules: dict[str, ModuleType] = {}
-    for file, module, name, arguments, arch, num_warps, num_stages in pickle.loads(asked.read_bytes()):
-        if file not in modules:
-            modules[file] = _load(file, module)
-        builds.append(Build(getattr(modules[file], name), arguments, arch, num_warps, num_stages))
-    result: list[Compiled] | str
-    try:
-        result = [_compile(build) for build in builds]
-    except CompileError as error:
-        result = str(error)
-    answered.write_bytes(pickle.dumps(result))
+    with answered.open("wb") as file:
+        for source, module, name, arguments, arch, num_warps, num_stages in pickle.loads(asked.read_bytes()):
+            if source not in modules:
+                modules[source] = _load(source, module)
+            result: Compiled | CompileError
+            try:
+                result = _compile(Build(getattr(modules[source], name), arguments, arch, num_warps, num_stages))
+            except CompileError as error:
+                result = CompileError(str(error))
+            pickle.dump(result, file)
+            file.flush()
 
 
 def _load(file: str, name: str) -> ModuleType:
