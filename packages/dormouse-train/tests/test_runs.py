@@ -272,6 +272,19 @@ def test_generate_writes_the_prompt_and_text_that_is_safe_on_a_terminal(command,
     assert not [c for c in written.out if ord(c) < 32 and c not in "\n\t"]
 
 
+def test_generate_takes_top_k_top_p_and_stops(command, copied):
+    generate = ("dormouse", "generate", copied, "--prompt", "the ", "--bytes", "9")
+    greedy = command(*generate, "--top-k", "1")
+    assert greedy.code == 0, greedy.err
+    # Whatever byte comes first ends the text.
+    stops = [part for byte in range(1, 256) for part in ("--stop", os.fsdecode(bytes([byte])))]
+    one = command(*generate, "--top-p", "1e-9", *stops)
+    assert one.code == 0, one.err
+    assert len("the \n") < len(one.out) < len(greedy.out)
+    assert greedy.out.startswith(one.out.removesuffix("\n"))
+    assert "top_p must be above 0" in command(*generate, "--top-p", "0").sentence
+
+
 def test_eval_agrees_with_the_end_of_the_run(command, copied):
     final = read(copied)[-1]
     scored = command("dormouse", "eval", copied)
