@@ -38,7 +38,7 @@ def command(run: Path, data: Sequence[str], window: int | None = None, *, test: 
 
 def _mapped(data: Sequence[str], run: Path) -> ByteView:
     """The bytes to score: what had to be unpacked stays mapped when its folder goes, and so cannot be left behind."""
-    text_field = assemble(run_folder.tables(run)).data.text_field
+    text_field = assemble(run_folder.tables(run, argument="RUN")).data.text_field
     with TemporaryDirectory(prefix="dormouse-") as scratch:
         return open_paths(data, Path(scratch), text_field)
 
