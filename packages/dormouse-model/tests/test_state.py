@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from dormouse_model import Dormouse, State
+from safetensors.torch import load_file, save_file
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 200])
@@ -76,3 +77,57 @@ def test_the_recurrent_state_is_fp32_and_there_is_one_an_iteration(tiny_config):
     assert all(i.engram is not None and i.engram.shape == (2, 3, 24) for i in state.iterations)
     assert state.last_bytes is not None
     assert torch.equal(state.last_bytes, torch.full((2, 3), -1, dtype=torch.int16))
+
+
+@pytest.mark.parametrize("mixer", ["kda", "sdpa"])
+@pytest.mark.parametrize("enabled", [True, False], ids=["engram", "no engram"])
+def test_a_state_is_saved_and_loaded_bit_for_bit(enabled, mixer, tiny_config, bytes_of, tmp_path):
+    model = Dormouse(tiny_config(enabled=enabled, mixer=mixer))
+    state = model(bytes_of(3, 9), return_state=True).state
+    state.save(tmp_path / "past")
+    loaded = State.load(tmp_path / "past")
+    assert len(loaded.tensors()) == len(state.tensors())
+    for one, other in zip(state.tensors(), loaded.tensors(), strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    model(bytes_of(3, 2), loaded)
+
+
+def test_a_saved_state_is_a_few_named_tensors_stacked_over_iterations(tiny, bytes_of, tmp_path):
+    tiny(bytes_of(3, 9), return_state=True).state.save(tmp_path / "past")
+    shapes = {name: tuple(held.shape) for name, held in load_file(tmp_path / "past").items()}
+    assert shapes == {
+        "recurrent": (2, 3, 3, 8, 8),
+        "tails": (2, 3, 3, 72),
+        "engram": (2, 3, 3, 24),
+        "last_bytes": (3, 3),
+    }
+
+
+def test_what_is_no_state_is_refused_by_its_file(tiny, tmp_path):
+    (tmp_path / "words").write_bytes(b"words")
+    save_file(tiny.state_dict(), tmp_path / "model")
+    for name in ("words", "model"):
+        with pytest.raises(ValueError, match=rf"State\.load: .*{name} holds no state \(.*give a file that save wrote"):
+            State.load(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        State.load(tmp_path / "nothing")
+
+
+def test_a_loaded_state_of_another_model_is_refused(tiny_config, bytes_of, tmp_path):
+    Dormouse(tiny_config(orders=[1, 2])).init_state(1).save(tmp_path / "past")
+    with pytest.raises(ValueError, match="state holds tensors of"):
+        Dormouse(tiny_config(orders=[1, 2, 4]))(bytes_of(1, 5), State.load(tmp_path / "past"))
+
+
+@pytest.mark.parametrize("mixer", ["kda", "sdpa"])
+def test_states_side_by_side_are_the_sequences_of_each(mixer, tiny_config, bytes_of, enliven):
+    """Pasts of different lengths, which softmax attention pads, and back in another order."""
+    model, ids = enliven(Dormouse(tiny_config(mixer=mixer))), bytes_of(3, 12, seed=1)
+    pasts = [model(bytes_of(rows, length), return_state=True).state for rows, length in ((2, 9), (1, 3))]
+    logits = model(ids, State.cat(pasts)).logits
+    torch.testing.assert_close(logits[:2], model(ids[:2], pasts[0]).logits)
+    torch.testing.assert_close(logits[2:], model(ids[2:], pasts[1]).logits)
+    turned = model(ids[[2, 0]], State.cat(pasts).select([2, 0])).logits
+    torch.testing.assert_close(turned, logits[[2, 0]])
+    assert State.cat(pasts[:1]).batch_size == 2

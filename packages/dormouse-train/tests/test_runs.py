@@ -173,7 +173,7 @@ def test_a_start_interrupted_while_it_reads_the_data_is_begun_anew(command, numb
     assert err == ""
     if number == signal.SIGKILL:
         assert [path.name for path in run.iterdir()] == [".lock"]
-        assert "leave out --resume" in command("train", "--resume", "--run", "run").sentence
+        assert "without --resume" in command("train", "--resume", "--run", "run").sentence
         again = command.train("run", "--steps", "1")
         assert again.code == 0, again.err
     else:

@@ -103,16 +103,22 @@ def sweep(
 ) -> None:
     """Measure which implementation of the expert passes wins over experts, rows, rank and width."""
     from dormouse_bench.moe import sweep as sizes
-    from dormouse_bench.rows import origin
+    from dormouse_bench.rows import origin, write
 
     where = _device(device)
+    kept: list[Row] = []
+    wrong: list[str] = []
     try:
-        rows, wrong = sizes.run(sizes.shapes(where), where, ms, origin(where, commit))
+        for outcome in sizes.run(sizes.shapes(where), where, ms, origin(where, commit)):
+            print(outcome.line(), flush=True)
+            kept += outcome.rows
+            wrong += outcome.wrong
+            if out is not None:
+                write(out, kept)
     except ValueError as error:
         _refuse(str(error))
-    _keep(out, rows)
     if wrong:
-        _refuse("\n".join(wrong), code=1)
+        _refuse(f"bench sweep: {len(wrong)} implementations disagree with the reference, named above", code=1)
 
 
 @app.command()

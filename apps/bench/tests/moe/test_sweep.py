@@ -9,13 +9,12 @@ ORIGIN = Origin(machine="m", torch="t", triton="t", commit="unknown", date=datet
 
 
 def test_a_cpus_sweep_measures_what_runs_there_and_says_what_does_not():
-    said = []
-    rows, wrong = sweep.run(sweep.shapes("cpu"), "cpu", 1, ORIGIN, say=said.append)
-    assert wrong == []
-    assert {(row.shape, row.implementation) for row in rows} >= {
-        ("latent-e4-n12-r16-d32", "padded"), ("glu-e4-n12-r16-d32", "padded")
-    }  # fmt: skip
-    assert any("absent" in line for line in said)
+    outcomes = {each.name: each for each in sweep.run(sweep.shapes("cpu"), "cpu", 1, ORIGIN)}
+    assert outcomes.keys() == {"latent-e4-n12-r16-d32", "glu-e4-n12-r16-d32"}
+    for outcome in outcomes.values():
+        assert "padded" in {row.implementation for row in outcome.rows}
+        assert outcome.wrong == []
+        assert "triton absent (" in outcome.line()
 
 
 def test_a_gpus_sizes_have_names_of_their_own_and_stay_below_the_bound():

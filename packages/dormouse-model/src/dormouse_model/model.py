@@ -141,8 +141,7 @@ class Dormouse(nn.Module):
         # how far softmax attention has seen is no property of the model
         fixed = slice(2, None) if self.config.model.mixer == "sdpa" else slice(1, None)
         held, wanted = (
-            [tuple(t.shape[fixed]) for iteration in each.iterations for t in iteration.tensors()]
-            for each in (state, self.init_state(ids.shape[0], "meta"))
+            [tuple(t.shape[fixed]) for t in each.tensors()] for each in (state, self.init_state(ids.shape[0], "meta"))
         )
         if held != wanted:
             raise ValueError(

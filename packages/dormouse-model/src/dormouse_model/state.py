@@ -5,10 +5,14 @@ Letters: `B` sequences, `H` heads of size `K`, `W` taps of the short convolution
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dormouse_model.engram.ngrams import NONE
@@ -55,6 +59,12 @@ class SDPAState:
         """The tensors in the order of the fields."""
         return self.keys, self.values, self.seen, self.tails
 
+    def padded(self, length: int) -> SDPAState:
+        """The same past with S = `length`: what is added stands before the start, where nothing is seen."""
+        added = length - self.keys.shape[1]
+        keys, values = (F.pad(t, (0, 0, 0, 0, added, 0)) for t in (self.keys, self.values))
+        return SDPAState(keys, values, F.pad(self.seen, (added, 0)), self.tails)
+
 
 @dataclass(frozen=True)
 class IterationState:
@@ -100,9 +110,9 @@ class State:
         return held if self.last_bytes is None else (*held, self.last_bytes)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> State:
-        """The state with `function` applied to each tensor."""
-        last_bytes = None if self.last_bytes is None else function(self.last_bytes)
-        return State(tuple(iteration.map(function) for iteration in self.iterations), last_bytes)
+        """The state with `function` applied to each tensor, in the order of `tensors`."""
+        iterations = tuple(iteration.map(function) for iteration in self.iterations)
+        return State(iterations, None if self.last_bytes is None else function(self.last_bytes))
 
     def detach(self) -> State:
         """The same values with no gradient into the past: truncated back-propagation through time."""
@@ -131,3 +141,59 @@ class State:
             return held.masked_fill(rows.view(-1, *(1,) * (held.dim() - 1)), nothing)
 
         return self.map(cleared)
+
+    def select(self, rows: Sequence[int] | slice | Tensor) -> State:
+        """The sequences `rows` of the batch, in that order: views of these for a slice, otherwise copies."""
+        return self.map(lambda held: held[rows])
+
+    @staticmethod
+    def cat(states: Sequence[State]) -> State:
+        """The sequences of several states of one model as one batch; softmax attention's pasts may differ in length."""
+        first, *rest = _of_one_length(states)
+        others = zip(*(state.tensors() for state in rest), strict=True)
+        return first.map(lambda held: torch.cat([held, *next(others, ())]))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The state as a few named tensors: the mixer's fields and `engram`, stacked [L, B, ...], and `last_bytes`."""
+        mixers, tails = [i.mixer for i in self.iterations], [i.engram for i in self.iterations if i.engram is not None]
+        packed = {field.name: torch.stack([getattr(m, field.name) for m in mixers]) for field in fields(mixers[0])}
+        if tails:
+            packed["engram"] = torch.stack(tails)
+        return packed if self.last_bytes is None else packed | {"last_bytes": self.last_bytes}
+
+    @staticmethod
+    def from_state_dict(packed: Mapping[str, Tensor]) -> State:
+        """What `state_dict` gave, as a state of views of it. Errors: `ValueError` for other names."""
+        names = {kind: [field.name for field in fields(kind)] for kind in (KDAState, SDPAState)}
+        kind = next((k for k, held in names.items() if packed.keys() - {"engram", "last_bytes"} == set(held)), None)
+        if kind is None:
+            raise ValueError(
+                f"State.from_state_dict: got {', '.join(sorted(packed)) or 'nothing'}; give what state_dict returned"
+            )
+        mixers = [kind(*each) for each in zip(*(packed[name] for name in names[kind]), strict=True)]
+        tails = packed["engram"] if "engram" in packed else [None] * len(mixers)
+        return State(tuple(map(IterationState, mixers, tails)), packed.get("last_bytes"))
+
+    def save(self, file: str | Path) -> None:
+        """Write the state to `file`, safetensors of `state_dict`; `State.load` gives it back bit for bit."""
+        save_file({name: held.detach().contiguous() for name, held in self.state_dict().items()}, file)
+
+    @staticmethod
+    def load(file: str | Path, *, device: torch.device | str = "cpu") -> State:
+        """The state that `save` wrote to `file`, on `device`. Errors: `OSError`; `ValueError` for another file."""
+        try:
+            return State.from_state_dict(load_file(file, str(device)))
+        except (SafetensorError, ValueError) as error:
+            raise ValueError(f"State.load: {file} holds no state ({error}); give a file that save wrote") from None
+
+
+def _of_one_length(states: Sequence[State]) -> list[State]:
+    """`states`, the pasts of softmax attention made as long as the longest."""
+    held = [[i.mixer.keys.shape[1] for i in state.iterations if isinstance(i.mixer, SDPAState)] for state in states]
+    longest = max((length for lengths in held for length in lengths), default=0)
+
+    def padded(iteration: IterationState) -> IterationState:
+        mixer = iteration.mixer
+        return IterationState(mixer.padded(longest) if isinstance(mixer, SDPAState) else mixer, iteration.engram)
+
+    return [State(tuple(map(padded, state.iterations)), state.last_bytes) for state in states]

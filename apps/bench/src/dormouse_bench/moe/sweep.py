@@ -5,7 +5,8 @@ What `implementation="auto"` does with a shape on CUDA is held against these row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 
 from dormouse_bench.moe import arms, measure, problem
@@ -44,46 +45,51 @@ def _named(*sizes: Shape) -> Iterator[tuple[str, Shape]]:
         yield f"{kind}-e{each.experts}-n{each.rows // each.experts}-r{each.r}-d{each.d}", each
 
 
-def run(
-    sizes: Mapping[str, Shape], device: str, budget_ms: int, origin: Origin, say: Callable[[str], None] = print
-) -> tuple[list[Row], list[str]]:
-    """Rows of every size and implementation, and a sentence for each that disagrees with the reference."""
-    rows: list[Row] = []
-    wrong: list[str] = []
+def run(sizes: Mapping[str, Shape], device: str, budget_ms: int, origin: Origin) -> Iterator[Outcome]:
+    """What every size showed, one at a time: a run that is stopped keeps what it has."""
     for name, shape in sizes.items():
-        made, said = _one(name, shape, device, budget_ms, origin, wrong)
-        rows += made
-        say(f"{name}: {', '.join(said)}")
-    return rows, wrong
+        yield _one(name, shape, device, budget_ms, origin)
 
 
-def _one(
-    name: str, shape: Shape, device: str, budget_ms: int, origin: Origin, wrong: list[str]
-) -> tuple[list[Row], list[str]]:
+@dataclass
+class Outcome:
+    """One size: rows of the implementations that agree with the reference, and sentences of the others."""
+
+    name: str
+    rows: list[Row] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    def line(self) -> str:
+        """All of it in one line."""
+        times = [f"{row.implementation} {row.ms:.4g} ms" for row in self.rows]
+        return f"{self.name}: {', '.join([*times, *self.absent, *self.wrong])}"
+
+
+def _one(name: str, shape: Shape, device: str, budget_ms: int, origin: Origin) -> Outcome:
     import torch
 
     given = problem.make(shape, torch.bfloat16 if device == "cuda" else torch.float32, device)
     want = measure.truth(given, None)
-    rows, said = [], []
+    outcome = Outcome(name)
     for arm in arms.arms(shape, device)[0]:
         if arm.name not in IMPLEMENTATIONS:
             continue
         try:
             measured = measure.trial(arm, given, want, device=device, budget_ms=budget_ms).measure(PHASE)
         except Exception as error:  # peers raise many kinds
-            said.append(f"{arm.name} absent ({reason(error)})")
+            outcome.absent.append(f"{arm.name} absent ({reason(error)})")
             continue
         if measured.disagreement:
-            wrong.append(f"{name}: {arm.name}: {measured.disagreement}")
+            outcome.wrong.append(f"{arm.name} disagrees: {measured.disagreement}")
             continue
-        said.append(f"{arm.name} {measured.ms:.4g} ms")
-        rows.append(
+        outcome.rows.append(
             Row(
                 bench="sweep", shape=name, phase=PHASE, implementation=arm.name, ms=measured.ms, floor_ms=None,
                 peak_extra_bytes=measured.peak_extra_bytes, **origin.model_dump(),
             )
         )  # fmt: skip
-    return rows, said
+    return outcome
 
 
 def winners(rows: Sequence[Row]) -> dict[str, str]:
