@@ -5,11 +5,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import pty
 import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -262,14 +265,49 @@ def test_a_full_disk_ends_with_one_sentence_and_the_last_checkpoint_intact(comma
     assert written.code == 0, written.err
 
 
-def test_generate_writes_the_prompt_and_text_that_is_safe_on_a_terminal(command, copied):
-    written = command(
-        "dormouse", "generate", copied, "--prompt", "the \x1b[31m", "--bytes", "40", "--temperature", "1.5"
-    )
-    assert (written.code, written.err) == (0, "")
-    assert written.out.startswith("the \\x1b[31m")
-    assert written.out.endswith("\n")
-    assert not [c for c in written.out if ord(c) < 32 and c not in "\n\t"]
+def test_generate_writes_the_bytes_themselves_where_no_terminal_shows_them(command, copied):
+    words = ("dormouse", "generate", copied, "--prompt", "the \x1b[31m\udcff\n", "--temperature", "1.5", "--bytes")
+    prompt = command(*words, "0")
+    assert (prompt.code, prompt.out, prompt.err) == (0, "the \x1b[31m\udcff\n", "")
+    written = os.fsencode(command(*words, "40").out)
+    assert written.startswith(b"the \x1b[31m\xff\n")
+    assert len(written) == len(b"the \x1b[31m\xff\n") + 40
+
+
+def test_generate_shows_a_terminal_nothing_that_it_would_obey(command, copied):
+    ours, theirs = pty.openpty()
+    words = [
+        "dormouse",
+        "generate",
+        str(copied),
+        "--prompt",
+        "the \x1b[31m\udcff",
+        "--temperature",
+        "1.5",
+        "--bytes",
+        "40",
+    ]
+    script = str(Path(sys.executable).parent / words[0])
+    process = subprocess.Popen([script, *words[1:]], env=command.environment(), stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    with suppress(OSError):  # the end of a terminal
+        while part := os.read(ours, 4096):
+            shown += part
+    assert process.wait(60) == 0
+    assert shown.startswith(b"the \\x1b[31m\\xff")
+    assert shown.endswith(b"\r\n")
+    assert not [byte for byte in shown if byte < 32 and byte not in b"\r\n\t"]
+
+
+def test_a_long_prompt_and_an_evaluation_are_announced_with_their_bytes(command, copied):
+    words = ("dormouse", "generate", copied, "--bytes", "1", "--prompt")
+    assert command(*words, "x" * 5000).err == "reading the prompt: 5,000 bytes\n"
+    assert command("dormouse", "eval", copied, "--window", "300").err == "evaluating: 300 bytes\n"
+
+
+def test_the_end_of_a_run_is_announced_on_stderr(finished):
+    assert finished[1].err == "evaluating: 649 bytes\nfitting n-gram models and xz: 12,333 bytes\n"
 
 
 def test_eval_agrees_with_the_end_of_the_run(command, copied):

@@ -226,16 +226,16 @@ def test_a_finished_run_resumed_changes_nothing_but_scores_again():
     assert (again.step, again.heldout_bpb) == (2, first.heldout_bpb)
 
 
-def test_other_bytes_are_scored_whole_and_a_seed_repeats_what_is_written(copied: Path, capsys):
+def test_other_bytes_are_scored_whole_and_a_seed_repeats_what_is_written(copied: Path, capsysbinary):
     Path("other.txt").write_bytes(bytes(1000))
     evaluate.command(copied, ["other.txt"])
-    assert capsys.readouterr().out.endswith(" BPB over 1,000 bytes (other.txt)\n")
+    assert capsysbinary.readouterr().out.endswith(b" BPB over 1,000 bytes (other.txt)\n")
     evaluate.command(copied, ["other.txt"], 300)
-    assert capsys.readouterr().out.endswith(" BPB over 300 bytes (other.txt)\n")
+    assert capsysbinary.readouterr().out.endswith(b" BPB over 300 bytes (other.txt)\n")
     texts = []
     for seed in (1, 1, 2):
         generate.command(copied, b"the ", 40, temperature=1.5, seed=seed)
-        texts.append(capsys.readouterr().out)
+        texts.append(capsysbinary.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import resource
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,8 +211,8 @@ class _Loop:
         except StopRequested:
             self.counters.load(counted)
 
-    def _evaluate(self, wanted: int) -> Evaluation:
-        scored = evaluate(self.model, self.corpus.heldout, wanted, check=self.signals.check)
+    def _evaluate(self, wanted: int, *, advance: Callable[[int], None] | None = None) -> Evaluation:
+        scored = evaluate(self.model, self.corpus.heldout, wanted, check=self.signals.check, advance=advance)
         step, window_bytes = self.progress.step, scored.window_bytes
         self.console.evaluation(step, scored)
         if (step, window_bytes) not in self.scored:  # a resume looks, or reports, again
@@ -252,10 +252,12 @@ class _Loop:
     def _report(self) -> Result:
         """Score the model and the baselines on the same held-out bytes, and sample; all is saved by now."""
         keys, step = self.config.eval, self.progress.step
-        scored = self._evaluate(keys.final_window_bytes)
-        self.signals.check()
         chosen = window(len(self.corpus.heldout), keys.final_window_bytes)
-        others = measure(self.corpus.train, chosen.over(self.corpus.heldout), check=self.signals.check)
+        with self.console.waiting("evaluating", chosen.nbytes) as advance:
+            scored = self._evaluate(keys.final_window_bytes, advance=advance)
+        self.signals.check()
+        with self.console.waiting("fitting n-gram models and xz", len(self.corpus.train), counted=False):
+            others = measure(self.corpus.train, chosen.over(self.corpus.heldout), check=self.signals.check)
         self.console.report(scored, others, self.corpus.entropy)
         self._sample()
         return Result(self.signals.exit_code, step, self.folder, scored.bpb, scored.window_bytes, others)

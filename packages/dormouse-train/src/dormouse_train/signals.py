@@ -65,8 +65,9 @@ class Signals:
 
 def leave_at_once(number: int) -> None:
     """End the process with 128 + `number`: no cleaning up, but for a terminal's cursor that a live line has hidden."""
-    if os.isatty(1):
-        os.write(1, SHOW_CURSOR)
+    for stream in (1, 2):
+        if os.isatty(stream):
+            os.write(stream, SHOW_CURSOR)
     os._exit(128 + number)
 
 
