@@ -201,6 +201,7 @@ def test_a_resume_as_another_run_is_refused_with_the_difference(command, copied,
 
 @pytest.mark.parametrize("change", [lambda path: path.unlink(), lambda path: path.write_bytes(b"other words" * 99)])
 def test_a_resume_on_other_bytes_is_refused_by_name(command, copied, change):
+    (copied / "report.json").unlink()
     (copied / "data" / "train.bin").unlink()
     change(command.here / "words.txt")
     sentence = command("train", "--resume", "--run", "run").sentence

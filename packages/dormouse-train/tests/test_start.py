@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 from collections.abc import Generator
@@ -16,6 +17,7 @@ from dormouse_train import loop, start
 from dormouse_train.checkpoint import Checkpoint
 from dormouse_train.commands import evaluate, generate, info
 from dormouse_train.config import load_config
+from dormouse_train.console import Console
 from dormouse_train.errors import UserError
 from dormouse_train.metrics import read
 from safetensors.torch import load_file
@@ -220,10 +222,33 @@ def test_an_empty_folder_of_the_users_stays_when_a_run_cannot_begin():
     assert list(Path("run").iterdir()) == []
 
 
-def test_a_finished_run_resumed_changes_nothing_but_scores_again():
+def test_a_finished_run_resumed_shows_what_it_came_to_and_computes_nothing(monkeypatch: pytest.MonkeyPatch):
     first = train("run", train_steps=2)
-    again = dormouse_train.train(run="run", resume=True)
-    assert (again.step, again.heldout_bpb) == (2, first.heldout_bpb)
+    Path("words.txt").unlink()
+    for name in ("train", "evaluate", "measure", "Dormouse"):
+        monkeypatch.setattr(loop, name, None)
+    monkeypatch.setattr(start, "open_corpus", None)
+    shown = io.StringIO()
+    assert dormouse_train.train(run="run", resume=True, console=Console(shown)) == first
+    told = shown.getvalue()
+    assert told.startswith("run run is finished, at step 2 of 2; nothing is left to do\nstep 2  held-out ")
+    assert f"this model                   {first.heldout_bpb:.3f}" in told
+    assert "xz(train+held) - xz(train)" in told
+
+
+@pytest.mark.parametrize("left", ["no report", "half a report", "another window"])
+def test_a_run_whose_end_was_not_reported_as_asked_is_scored_again(left: str):
+    first = train("run", train_steps=2)
+    report = Path("run") / "report.json"
+    kept = report.read_text()
+    if left == "no report":
+        report.unlink()
+    elif left == "half a report":
+        report.write_text(kept[:50])
+    window = {"eval.final_window_bytes": 300} if left == "another window" else {}
+    again = dormouse_train.train(run="run", resume=True, overrides=window)
+    assert again.window_bytes == (300 if window else first.window_bytes)
+    assert report.read_text() == kept if not window else report.read_text() != kept
 
 
 def test_other_bytes_are_scored_whole_and_a_seed_repeats_what_is_written(copied: Path, capsysbinary):
@@ -306,6 +331,7 @@ def test_a_full_memory_tells_a_resume_to_change_nothing_that_it_would_refuse(key
         raise MemoryError
 
     train("run", train_steps=1)
+    (Path("run") / "report.json").unlink()
     monkeypatch.setattr(loop, "train", full)
     with pytest.raises(UserError) as told:
         dormouse_train.train(run="run", resume=True)
@@ -320,6 +346,7 @@ def test_a_full_memory_tells_a_resume_to_change_nothing_that_it_would_refuse(key
 def test_the_data_are_opened_once_at_a_start(resume: bool, monkeypatch: pytest.MonkeyPatch):
     if resume:
         train("run", train_steps=1)
+        (Path("run") / "report.json").unlink()
     opened = []
     for module in (start, loop):
         real = module.open_corpus

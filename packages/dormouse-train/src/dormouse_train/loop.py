@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import resource
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext, suppress
@@ -28,6 +29,7 @@ from dormouse_train.metrics import Metrics, read
 from dormouse_train.optim.optimizer import Optimizer
 from dormouse_train.optim.schedule import rate
 from dormouse_train.progress import Progress
+from dormouse_train.report import Report
 from dormouse_train.signals import Signals, StopRequested
 from dormouse_train.step import StepResult, train_step
 
@@ -56,9 +58,9 @@ def train(
 ) -> Result:
     """Train `config` in the folder `run` up to `train.steps`, from its newest checkpoint on where `resume` is true.
 
-    Writes metrics.jsonl, samples and checkpoints; shows itself on `console` (None: nowhere). `corpus` is the run's own
-    where it is open already: opening reads every byte. SIGINT or SIGTERM finish the step, save and return with exit
-    code 130 or 143.
+    Writes metrics.jsonl, samples, checkpoints and at the end report.json; shows itself on `console` (None: nowhere).
+    `corpus` is the run's own where it is open already: opening reads every byte. SIGINT or SIGTERM finish the step,
+    save and return with exit code 130 or 143.
     Errors: `UserError` for data that is too short, a checkpoint that does not fit, a full disk, or more than
     `train.max_skipped` non-finite steps in a row.
     """
@@ -250,7 +252,7 @@ class _Loop:
         return Result(self.signals.exit_code, self.progress.step, self.folder)
 
     def _report(self) -> Result:
-        """Score the model and the baselines on the same held-out bytes, and sample; all is saved by now."""
+        """Score the model and the baselines on the same held-out bytes, and sample; the weights are saved by now."""
         keys, step = self.config.eval, self.progress.step
         chosen = window(len(self.corpus.heldout), keys.final_window_bytes)
         with self.console.waiting("evaluating", chosen.nbytes) as advance:
@@ -260,6 +262,8 @@ class _Loop:
             others = measure(self.corpus.train, chosen.over(self.corpus.heldout), check=self.signals.check)
         self.console.report(scored, others, self.corpus.entropy)
         self._sample()
+        if math.isfinite(scored.bpb):
+            Report(step, scored.bpb, scored.window_bytes, others, self.corpus.entropy).save(self.folder)
         return Result(self.signals.exit_code, step, self.folder, scored.bpb, scored.window_bytes, others)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dormouse_model.layout import latest_step
 
-from dormouse_train import events, run_folder
+from dormouse_train import events, report, run_folder
 from dormouse_train.config import Config, assemble, load_config
 from dormouse_train.data import Batches, Corpus, open_corpus
 from dormouse_train.data.sources import pinned
@@ -43,7 +43,8 @@ def train(
     or the run's own on a resume.
     `sets` are `key=value` as on the command line, `overrides` dotted keys with values; neither goes with a `Config`.
     Without `run` a new folder is made under `runs/`, and a `resume` means the newest there. A resume goes on from the
-    newest checkpoint, or from step 0 where none was written, bit for bit as if the run had not been interrupted.
+    newest checkpoint, or from step 0 where none was written, bit for bit as if the run had not been interrupted; of a
+    run that is finished it shows what it came to.
     Errors: `UserError` and `ConfigError` before the first step; a run that could not begin leaves no folder behind.
     """
     if resume:
@@ -78,6 +79,9 @@ def _configuration(
 
 
 def _go_on(config: Config, folder: Path, console: Console | None) -> Result:
+    if (ended := report.kept(folder, config)) is not None:
+        run_folder.reopen(folder, config)
+        return _finished(folder, ended, console)
     config, corpus = _prepare(config, folder, console)
     run_folder.reopen(folder, config)
     saved = latest_step(folder) is not None
@@ -85,6 +89,25 @@ def _go_on(config: Config, folder: Path, console: Console | None) -> Result:
         _check_init(config)
         Metrics(folder).cut_back(0)
     return _loop(config, folder, corpus, resume=saved, console=console)
+
+
+def _finished(folder: Path, ended: report.Report, console: Console | None) -> Result:
+    """What the run came to, from its kept numbers. Errors: `UserError` where its last checkpoint is damaged."""
+    from dormouse_model import checkpoint
+
+    from dormouse_train.evaluate import Evaluation
+    from dormouse_train.loop import Result
+
+    try:
+        checkpoint.verify(checkpoint.checkpoint_folder(folder, ended.step))
+    except checkpoint.CheckpointError as error:
+        raise UserError(str(error)) from None
+    if console is not None:
+        console.note(f"run {folder} is finished, at step {ended.step} of {ended.step}; nothing is left to do")
+        scored = Evaluation(ended.heldout_bpb, ended.window_bytes)
+        console.evaluation(ended.step, scored)
+        console.report(scored, ended.baselines, ended.entropy)
+    return Result(0, ended.step, folder, ended.heldout_bpb, ended.window_bytes, ended.baselines)
 
 
 def _prepare(
