@@ -4,7 +4,8 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from dormouse_train.data import Batches, ByteView
+from dormouse_train.config import load_config
+from dormouse_train.data import Batches, ByteView, Streams, open_batches
 from dormouse_train.data.batches import permuted
 from dormouse_train.errors import UserError
 from hypothesis import given, settings
@@ -119,3 +120,72 @@ def test_a_rank_or_micro_batch_out_of_range_is_refused():
         Batches(numbered(100), batch=1, seq=4, seed=0, rank=2, world_size=2)
     with pytest.raises(ValueError, match="micro: got 2"):
         Batches(numbered(100), batch=1, seq=4, seed=0).at(0, 2, 2)
+
+
+@pytest.mark.parametrize("length", [401, 407, 419, 1003])
+def test_in_a_stream_a_row_goes_on_where_it_ended(length: int):
+    streams = Streams(numbered(length), batch=3, seq=10, seed=4)
+    turned = 0
+    for step in range(250):
+        begins = streams.begins(step + 1)
+        for before, after, begin in zip(streams.starts(step), streams.starts(step + 1), begins, strict=True):
+            if before + 10 != after:  # round to the beginning of the data
+                turned += 1
+                assert after < 10
+                assert begin.tolist()[:1] == [0]
+            else:
+                assert 0 not in begin
+    assert turned >= 3 * 250 // (length // 10)
+
+
+def test_the_rows_of_a_stream_begin_evenly_spread_where_the_seed_says():
+    starts = [Streams(numbered(1001), batch=4, seq=10, seed=seed).starts(0) for seed in range(8)]
+    assert len({each[0] for each in starts}) > 4
+    for each in starts:
+        assert {(b - a) % 1000 for a, b in zip(each, each[1:] + each[:1], strict=True)} == {250}
+
+
+def test_a_stream_reads_every_window_once_in_an_epoch():
+    streams = Streams(numbered(1005), batch=4, seq=10, seed=2)
+    windows = [start // 10 for step in range(25) for start in streams.starts(step)]
+    assert sorted(windows) == list(range(100))
+    assert streams.epoch(25) == 1.0
+
+
+def test_over_turns_a_stream_shifts_its_windows_and_stays_in_the_data():
+    view = numbered(1007)
+    streams = Streams(view, batch=2, seq=10, seed=0)
+    assert {start % 10 for step in range(1500) for start in streams.starts(step)} == set(range(7))
+    assert all(streams.at(step).shape == (2, 11) for step in range(0, 1500, 7))
+
+
+def test_a_stream_is_a_function_of_the_step():
+    view = numbered(1001)
+    walked = Streams(view, batch=4, seq=10, seed=3)
+    sequence = [walked.at(step) for step in range(60)]
+    assert np.array_equal(Streams(view, batch=4, seq=10, seed=3).at(41), sequence[41])
+
+
+def test_micro_batches_and_ranks_partition_the_rows_of_a_stream():
+    view, big = numbered(3000), Streams(numbered(3000), batch=12, seq=10, seed=3)
+    ranks = [Streams(view, batch=2, seq=10, seed=3, rank=rank, world_size=3) for rank in range(3)]
+    for step in (0, 7):
+        micros = [ranks[rank].at(step, micro, 2) for rank in range(3) for micro in range(2)]
+        assert np.array_equal(np.concatenate(micros), big.at(step))
+
+
+def test_documents_begin_where_the_view_says():
+    view = ByteView([np.zeros(101, dtype=np.uint8)], np.array([0, 3, 40, 41, 77]))
+    for batches in (Streams(view, batch=2, seq=10, seed=1), Batches(view, batch=2, seq=10, seed=1)):
+        for step in range(12):
+            for start, begins in zip(batches.starts(step), batches.begins(step), strict=True):
+                assert begins.tolist() == [n - start for n in (0, 3, 40, 41, 77) if start <= n < start + 10]
+
+
+def test_more_rows_than_a_stream_has_windows_are_refused_before_the_first_step():
+    sets = ["data.order=stream", "train.seq=64", "train.batch=3", "train.accumulate=2"]
+    says = r"384 training bytes have 5 windows of train.seq = 64 .* reads 6 rows .* give at least 385 bytes"
+    with pytest.raises(UserError, match=says):
+        open_batches(load_config("nano", sets), numbered(384))
+    assert isinstance(open_batches(load_config("nano", sets), numbered(385)), Streams)
+    assert type(open_batches(load_config("nano"), numbered(3000))) is Batches

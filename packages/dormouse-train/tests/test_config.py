@@ -190,3 +190,41 @@ def test_averages_that_do_not_decay_are_refused(betas: str):
 
 def test_the_last_score_is_of_a_bounded_window():
     assert load_config(None).eval.final_window_bytes == 2**20
+
+
+@pytest.mark.parametrize(
+    ("sets", "says"),
+    [
+        (["train.segment=48"], "train.segment = 48 is no multiple of 64; give 64 or 128 or 256"),
+        (["train.segment=192"], "train.segment = 192 does not divide train.seq = 256; give 64 or 128 or 256"),
+        (
+            ["train.seq=100", "train.segment=64"],
+            "train.segment = 64 does not divide train.seq = 100; make train.seq a multiple of 64",
+        ),
+        (["train.carry=tbptt"], "train.carry = 'tbptt' carries a state across steps, and with data.order = 'random'"),
+        (["train.carry=full", "train.segment=256"], "train.carry = 'full' carries a state across steps"),
+        (
+            ["train.carry=tbptt", "data.order=stream", "model.mixer=sdpa"],
+            "model.mixer = 'sdpa' has a state that grows with every byte",
+        ),
+    ],
+)
+def test_segments_that_cannot_be_are_refused_by_name(sets: list[str], says: str):
+    with pytest.raises(ConfigError, match=f"^config: {says}"):
+        load_config("nano", ["train.seq=256", *sets])
+
+
+@pytest.mark.parametrize(
+    ("sets", "segments", "across"),
+    [
+        ([], 1, False),
+        (["train.segment=64", "train.carry=full"], 4, False),
+        (["data.order=stream"], 1, False),
+        (["data.order=stream", "train.carry=tbptt"], 1, True),
+        (["data.order=stream", "train.carry=full", "train.segment=128", "train.accumulate=3"], 2, True),
+        (["model.mixer=sdpa", "train.carry=tbptt", "train.segment=64"], 4, False),
+    ],
+)
+def test_segments_that_can_be(sets: list[str], segments: int, across: bool):
+    config = load_config("nano", ["train.seq=256", *sets])
+    assert (config.train.segments, config.carries_across_steps) == (segments, across)

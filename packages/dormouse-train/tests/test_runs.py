@@ -29,6 +29,8 @@ TIMES = {"seconds", "bytes_per_second", "memory_bytes"}
 def parts(run: Path, step: int) -> dict[str, torch.Tensor]:
     folder = run / "checkpoints" / f"step-{step}"
     found = {part: load_file(folder / f"{part}.safetensors") for part in PARTS}
+    if (folder / "carried.safetensors").exists():
+        found["carried"] = load_file(folder / "carried.safetensors")
     return {f"{part}.{name}": value for part, tensors in found.items() for name, value in tensors.items()}
 
 
@@ -112,6 +114,33 @@ def test_small_is_built_trained_and_resumed_to_the_same_bits(command):
     assert resumed.code == 0, resumed.err
     assert "going on after step 2" in resumed.out
     assert_same_end(command.here / "run", command.here / "whole", 3)
+
+
+def test_a_stream_with_a_carried_state_that_is_killed_goes_on_to_the_same_end(command):
+    rows = [json.dumps({"text": f"the row {n} of many. " * (1 + n % 9)}) for n in range(120)]
+    (command.here / "rows.jsonl").write_text("\n".join(rows))
+    keys = ("--config", "tiny.toml", "--data", "rows.jsonl", "--set", "data.order=stream", "--set", "train.carry=tbptt")
+    keys += ("--set", "train.seq=128", "--set", "train.segment=64", "--set", "train.accumulate=2")
+    whole = command("train", *keys, "--run", "whole")
+    assert whole.code == 0, whole.err
+    process = command.start("train", *keys, "--run", "run")
+    until(process, "step 4/6")
+    process.kill()
+    process.communicate()
+    for left in (4, 5, 6):  # as if it had been killed after step 3, however far it came
+        shutil.rmtree(command.here / "run" / "checkpoints" / f"step-{left}", ignore_errors=True)
+    resumed = command("train", "--resume", "--run", "run")
+    assert resumed.code == 0, resumed.err
+    assert "going on after step 3" in resumed.out
+    assert_same_end(command.here / "run", command.here / "whole")
+    carried = load_file(command.here / "run" / "checkpoints" / "step-6" / "carried.safetensors")
+    assert {name: held.shape[:2] for name, held in carried.items()} == {
+        "recurrent": (2, 4),
+        "tails": (2, 4),
+        "engram": (2, 4),
+        "last_bytes": (4, 3),
+    }
+    assert all(held.float().abs().sum() > 0 for held in carried.values())
 
 
 def test_a_sigterm_saves_the_step_and_a_resume_ends_the_same(command, finished):
@@ -309,6 +338,19 @@ def test_a_long_prompt_and_an_evaluation_are_announced_with_their_bytes(command,
 
 def test_the_end_of_a_run_is_announced_on_stderr(finished):
     assert finished[1].err == "evaluating: 649 bytes\nfitting n-gram models and xz: 12,333 bytes\n"
+
+
+def test_generate_takes_top_k_top_p_and_stops(command, copied):
+    generate = ("dormouse", "generate", copied, "--prompt", "the ", "--bytes", "9")
+    greedy = command(*generate, "--top-k", "1")
+    assert greedy.code == 0, greedy.err
+    # Whatever byte comes first ends the text.
+    stops = [part for byte in range(1, 256) for part in ("--stop", os.fsdecode(bytes([byte])))]
+    one = command(*generate, "--top-p", "1e-9", *stops)
+    assert one.code == 0, one.err
+    assert len("the ") < len(one.out) < len(greedy.out)
+    assert greedy.out.startswith(one.out)
+    assert "top_p must be above 0" in command(*generate, "--top-p", "0").sentence
 
 
 def test_eval_agrees_with_the_end_of_the_run(command, copied):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from dormouse_model import Dormouse
-from dormouse_train import step as step_module
+from dormouse_train import segments
 from dormouse_train.config import Config, load_config
 from dormouse_train.data import Batches, ByteView
 from dormouse_train.optim.optimizer import Optimizer
@@ -82,8 +82,8 @@ def test_a_step_that_is_not_finite_changes_nothing_and_the_next_one_is_as_if_it_
 def test_an_infinite_loss_skips_the_step_even_where_its_gradient_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training()
     before = training.state()
-    real = step_module.next_byte_loss
-    monkeypatch.setattr(step_module, "next_byte_loss", lambda logits, targets: real(logits, targets) + math.inf)
+    real = segments.next_byte_loss
+    monkeypatch.setattr(segments, "next_byte_loss", lambda logits, targets: real(logits, targets) + math.inf)
     result = training.step(0)
     assert math.isfinite(result.grad_norm)
     assert result.skipped

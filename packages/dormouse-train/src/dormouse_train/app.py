@@ -70,12 +70,23 @@ def generate(
     temperature: Annotated[
         float, typer.Option("--temperature", metavar="X", min=0.0, help="0 takes the most probable byte each time.")
     ] = 1.0,
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", metavar="N", min=1, help="Draw from the N most probable bytes alone.")
+    ] = None,
+    top_p: Annotated[
+        float, typer.Option("--top-p", metavar="X", help="Draw from the fewest bytes that have this share together.")
+    ] = 1.0,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", metavar="TEXT", help="End after writing this; may be repeated.")
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, max=2**63 - 1, help="Seed of the draws.")] = 0,
 ) -> int:
     """Write on from a prompt with the newest checkpoint of a run."""
     from dormouse_train.commands.generate import command
 
-    return command(run, os.fsencode(prompt), length, temperature=temperature, seed=seed)
+    stops = [os.fsencode(text) for text in stop or []]
+    text = os.fsencode(prompt)
+    return command(run, text, length, temperature=temperature, top_k=top_k, top_p=top_p, stop=stops, seed=seed)
 
 
 def evaluate(

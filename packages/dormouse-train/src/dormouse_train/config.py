@@ -9,7 +9,7 @@ import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import tomli_w
 from dormouse_model.config import (
@@ -25,7 +25,7 @@ from dormouse_model.config import (
     read_config,
     validate,
 )
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -33,6 +33,9 @@ Rate = Annotated[float, Field(le=1e6, allow_inf_nan=False)]
 """A rate or its factor: the product of two still is an fp32 number."""
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
+
+SEGMENT_UNIT = 64
+"""Segments are multiples of it: the kernels' chunk, so that a row in segments is cut into the chunks of the whole."""
 
 
 def _listed(value: object) -> object:
@@ -51,8 +54,12 @@ class DataSection(Section):
     """The same for held-out bytes; empty means a share of `paths`."""
     text_field: str = Field(default="text", min_length=1)
     """The field of a `.jsonl` row, or the column of a `.parquet` file, that holds a document."""
-    order: Literal["random"] = "random"
-    """How windows follow each other: `random` is a pseudo-random permutation of them, a new one each epoch."""
+    order: Literal["random", "stream"] = "random"
+    """How windows follow each other.
+
+    `random` is a pseudo-random permutation of them, a new one each epoch. With `stream` a row of the batch goes on
+    where the same row ended at the step before; the rows begin evenly spread over the data.
+    """
     heldout_fraction: Finite = Field(default=0.05, gt=0, lt=1)
     """Share of the bytes that is never trained on, where `val` is empty."""
 
@@ -69,6 +76,14 @@ class TrainSection(Section):
     """Peak learning rate; a group's own is this times its `optim.*_lr` factor."""
     accumulate: int = Field(default=1, gt=0)
     """Micro-batches of a step."""
+    segment: int | None = Field(default=None, gt=0)
+    """Bytes of a row that are read and back-propagated at once, a multiple of 64 that divides `seq`; None is all."""
+    carry: Literal["reset", "tbptt", "full"] = "reset"
+    """What a segment knows of the one before: nothing; its state without gradients; its state with gradients.
+
+    With `data.order` `stream` the first segment of a step gets the last state of the step before, unless `reset`, and
+    never gradients. A state that is handed on is reset in each row where a document begins.
+    """
     seed: int = Field(default=0, ge=0, lt=2**63)
     init: str = ""
     """A run, or a file that `dormouse export` wrote, whose weights the run begins with; empty means new ones."""
@@ -86,6 +101,11 @@ class TrainSection(Section):
     """Largest global gradient norm."""
     max_skipped: int = Field(default=10, ge=0)
     """Non-finite steps in a row that are skipped before the run ends with an error."""
+
+    @property
+    def segments(self) -> int:
+        """Segments of a row."""
+        return 1 if self.segment is None else self.seq // self.segment
 
     @property
     def decay_begins(self) -> int | None:
@@ -165,6 +185,33 @@ class Config(Section):
     def architecture(self) -> ModelConfig:
         """The sections that the model is built from."""
         return ModelConfig.model_validate({name: getattr(self, name) for name in ModelConfig.model_fields})
+
+    @property
+    def carries_across_steps(self) -> bool:
+        """Whether a step begins with the states that the step before left."""
+        return self.data.order == "stream" and self.train.carry != "reset"
+
+    @model_validator(mode="after")
+    def _segments_fit(self) -> Self:
+        keys, unit = self.train, SEGMENT_UNIT
+        if keys.segment is not None and (keys.segment % unit or keys.seq % keys.segment):
+            fitting = [str(n) for n in range(unit, keys.seq + 1, unit) if keys.seq % n == 0]
+            mend = f"give {' or '.join(fitting)}" if fitting else f"make train.seq a multiple of {unit}"
+            wrong = (
+                f"does not divide train.seq = {keys.seq}" if keys.segment % unit == 0 else f"is no multiple of {unit}"
+            )
+            raise ValueError(f"train.segment = {keys.segment} {wrong}; {mend}")
+        if keys.carry != "reset" and self.data.order == "random" and keys.segments == 1:
+            raise ValueError(
+                f"train.carry = '{keys.carry}' carries a state across steps, and with data.order = 'random' their rows "
+                "are unrelated; set data.order = 'stream', or a train.segment to carry it within a step"
+            )
+        if self.carries_across_steps and self.model.mixer == "sdpa":
+            raise ValueError(
+                "model.mixer = 'sdpa' has a state that grows with every byte, so it cannot be carried across steps; "
+                "set train.carry = 'reset' or data.order = 'random'"
+            )
+        return self
 
 
 PROGRESS_KEYS = frozenset(

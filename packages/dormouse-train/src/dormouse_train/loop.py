@@ -22,7 +22,7 @@ from dormouse_train.baselines import Baselines, measure
 from dormouse_train.checkpoint import Checkpoint, RandomState
 from dormouse_train.config import Config
 from dormouse_train.console import Console, Status
-from dormouse_train.data import Batches, Corpus, open_corpus
+from dormouse_train.data import Corpus, open_batches, open_corpus
 from dormouse_train.device import settled
 from dormouse_train.evaluate import Evaluation, evaluate, window
 from dormouse_train.metrics import Metrics, read
@@ -30,6 +30,7 @@ from dormouse_train.optim.optimizer import Optimizer
 from dormouse_train.optim.schedule import rate
 from dormouse_train.progress import Progress
 from dormouse_train.report import Report
+from dormouse_train.segments import Carried
 from dormouse_train.signals import Signals, StopRequested
 from dormouse_train.step import StepResult, train_step
 
@@ -93,7 +94,7 @@ class _Loop:
         self.config, self.folder, self.console, self.signals, self.counters = config, run, console, signals, counters
         self.device = torch.device(settled(keys.device))
         self.corpus = corpus
-        self.batches = Batches(self.corpus.train, batch=keys.batch, seq=keys.seq, seed=keys.seed)
+        self.batches = open_batches(config, self.corpus.train)
         self.model = Dormouse(config.architecture, seed=keys.seed, device=self.device)
         self.optimizer = Optimizer(self.model, config.optim, keys.lr)
         self.progress = Progress(counters)
@@ -105,6 +106,9 @@ class _Loop:
             .add("progress", self.progress)
             .add("rng", RandomState(self.device))
         )
+        self.carried = Carried(self.model, keys.batch, keys.accumulate) if config.carries_across_steps else None
+        if self.carried is not None:
+            self.checkpoint.add("carried", self.carried)
         self.saved_step: int | None = None
         self.scored: set[tuple[object, object]] = set()
         """(step, bytes) of the evaluations that metrics.jsonl holds."""
@@ -154,7 +158,9 @@ class _Loop:
     def _step(self) -> None:
         keys = self.config.train
         begin = perf_counter()
-        result = train_step(self.model, self.optimizer, self.batches, self.progress.step, self.config, self.device)
+        result = train_step(
+            self.model, self.optimizer, self.batches, self.progress.step, self.config, self.device, self.carried
+        )
         seconds, nbytes = perf_counter() - begin, keys.batch * keys.seq * keys.accumulate
         self.progress.add(skipped=result.skipped, nbytes=nbytes, seconds=seconds)
         self.since_line = (self.since_line[0] + nbytes, self.since_line[1] + seconds)

@@ -12,7 +12,7 @@ from dormouse_model.layout import latest_step
 
 from dormouse_train import events, report, run_folder
 from dormouse_train.config import Config, assemble, load_config
-from dormouse_train.data import Batches, Corpus, open_corpus
+from dormouse_train.data import Corpus, open_batches, open_corpus
 from dormouse_train.data.sources import pinned
 from dormouse_train.device import settled
 from dormouse_train.errors import UserError, out_of_memory
@@ -135,7 +135,7 @@ def _prepare(
 
 def _refuse_short(corpus: Corpus, config: Config) -> None:
     """The error of data that holds no batch."""
-    Batches(corpus.train, batch=config.train.batch, seq=config.train.seq, seed=config.train.seed)
+    open_batches(config, corpus.train)
 
 
 def _check_init(config: Config) -> None:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from dormouse_model.loss import bits_per_byte, next_byte_loss
+from dormouse_model.loss import bits_per_byte
 from torch import Tensor
 
 from dormouse_train.optim.schedule import rate
+from dormouse_train.segments import add_gradients
 
 if TYPE_CHECKING:
     from dormouse_model import Dormouse
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from dormouse_train.config import Config
     from dormouse_train.data.batches import Batches
     from dormouse_train.optim.optimizer import Optimizer
+    from dormouse_train.segments import Carried
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,13 @@ class StepResult:
 
 
 def train_step(
-    model: Dormouse, optimizer: Optimizer, batches: Batches, step: int, config: Config, device: torch.device
+    model: Dormouse,
+    optimizer: Optimizer,
+    batches: Batches,
+    step: int,
+    config: Config,
+    device: torch.device,
+    carried: Carried | None = None,
 ) -> StepResult:
     """Update `model` once on the rows of `step` (counted from 0), or leave all as it was if anything is not finite.
 
@@ -43,13 +51,17 @@ def train_step(
     bf16 autocast on CUDA, fp32 on a CPU. Gradients of tables, which are sparse, have a norm and a clip of their own.
     Where the loss or one of the two norms is infinite or NaN no parameter and no optimizer state changes; clipping
     alone would not save them, as 0 * inf is NaN.
+
+    `carried` has the states that the step begins with and takes those that it ends with; a step that is skipped makes
+    it forget them, as what was not finite may be in them.
     """
     for parameter in model.parameters():
         parameter.grad = None
-        # Micro-batches are summed in fp32: a bf16 sum would lose what the later ones add.
-        parameter.grad_dtype = torch.float32 if config.train.accumulate > 1 else parameter.dtype
-    cross_entropy, loss, counts = _gradients(model, batches, step, config, device)
-    dense, tables = _gradients_of(model)
+        # Micro-batches and segments are summed in fp32: a bf16 sum would lose what the later ones add.
+        summed = config.train.accumulate * config.train.segments > 1
+        parameter.grad_dtype = torch.float32 if summed else parameter.dtype
+    cross_entropy, loss, counts = _gradients(model, batches, step, config, device, carried)
+    dense, tables = _dense_and_tables(model)
     norm, table_norm = global_norm(dense), global_norm(tables)
     finite = math.isfinite(loss) and math.isfinite(norm) and math.isfinite(table_norm)
     if finite:
@@ -57,10 +69,12 @@ def train_step(
         for table in tables:
             table.mul_(clip_coefficient(table_norm, config.train.clip))
         optimizer.step(rate(step, config.train))
+    elif carried is not None:
+        carried.forget()
     return StepResult(loss, bits_per_byte(cross_entropy), norm, not finite, counts)
 
 
-def _gradients_of(model: Dormouse) -> tuple[list[Tensor], list[Tensor]]:
+def _dense_and_tables(model: Dormouse) -> tuple[list[Tensor], list[Tensor]]:
     """The dense gradients, and of each table the sum a row that was read: both to be changed in place."""
     dense, tables = [], []
     for parameter in model.parameters():
@@ -75,7 +89,7 @@ def _gradients_of(model: Dormouse) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _gradients(
-    model: Dormouse, batches: Batches, step: int, config: Config, device: torch.device
+    model: Dormouse, batches: Batches, step: int, config: Config, device: torch.device, carried: Carried | None
 ) -> tuple[float, float, Tensor]:
     """Add the step's gradients to `.grad`; mean cross-entropy and loss in nats, and the summed expert counts."""
     accumulate = config.train.accumulate
@@ -86,14 +100,15 @@ def _gradients(
     )
     for micro in range(accumulate):
         rows = torch.from_numpy(batches.at(step, micro, accumulate)).to(device)
-        with model.autocast():
-            out = model(rows[:, :-1])
-        part = next_byte_loss(out.logits, rows[:, 1:])
-        total = part + config.experts.balance_loss_coef * out.balance_loss
-        (total / accumulate).backward()
-        cross_entropy += part.detach() / accumulate
-        loss += total.detach() / accumulate
-        counts = counts.to(device) + out.expert_counts
+        carries = config.train.carry != "reset"
+        begins = batches.begins(step, micro, accumulate) if carries else []
+        before = None if carried is None else carried.before(micro)
+        sums, after = add_gradients(model, rows, begins, before, config)
+        if carried is not None and after is not None:
+            carried.after(micro, after)
+        cross_entropy += sums.cross_entropy / accumulate
+        loss += sums.loss / accumulate
+        counts = counts.to(device) + sums.expert_counts
     return float(cross_entropy), float(loss), counts
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -17,14 +17,26 @@ LONG_PROMPT = 4096
 """Bytes of a prompt from which on reading it is announced."""
 
 
-def command(run: Path, prompt: bytes, length: int, *, temperature: float, seed: int) -> int:
+def command(
+    run: Path,
+    prompt: bytes,
+    length: int,
+    *,
+    temperature: float,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    stop: Sequence[bytes] = (),
+    seed: int,
+) -> int:
     """Stream the text to stdout, byte by byte as it is drawn: the bytes themselves, on a terminal what it may show."""
     _, model = trained.load(run)
     from dormouse_model import generate
 
     write = _shown() if sys.stdout.isatty() else _raw
     try:
-        written = generate(model, prompt, length, temperature=temperature, seed=seed)
+        written = generate(
+            model, prompt, length, temperature=temperature, top_k=top_k, top_p=top_p, stop=stop, seed=seed
+        )
         write(prompt)
         if len(prompt) < LONG_PROMPT or not length:
             first = []
