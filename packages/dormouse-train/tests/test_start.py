@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import signal
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import dormouse_train
 import pytest
@@ -76,7 +78,8 @@ def test_train_returns_the_score_that_the_run_wrote_and_prints_nothing(capsys: p
 def test_without_a_name_it_is_nano_on_a_cpu_and_small_on_cuda(device, asked, experts, monkeypatch):
     begun = []
     monkeypatch.setattr(start, "settled", lambda wanted: device)
-    monkeypatch.setattr(start, "_loop", lambda config, *_, **__: begun.append(config))
+    ended = loop.Result(0, 1, Path("run"))
+    monkeypatch.setattr(start, "_loop", lambda config, *_, **__: begun.append(config) or ended)
     keys = {"data.paths": ["words.txt"], "train.batch": 2, "train.seq": 64, "log.every": 7}
     dormouse_train.train(asked, run="run", overrides=keys)
     (config,) = begun
@@ -86,7 +89,8 @@ def test_without_a_name_it_is_nano_on_a_cpu_and_small_on_cuda(device, asked, exp
 
 def test_what_small_could_not_be_is_no_error_of_a_run_on_a_cpu(monkeypatch):
     monkeypatch.setattr(start, "settled", lambda wanted: "cpu")
-    monkeypatch.setattr(start, "_loop", lambda config, *_, **__: None)
+    ended = loop.Result(0, 1, Path("run"))
+    monkeypatch.setattr(start, "_loop", lambda *_, **__: ended)
     keys = {"data.paths": ["words.txt"], "train.batch": 2, "train.seq": 64, "experts.d_ffn": 64}
     dormouse_train.train(run="run", overrides=keys)
     monkeypatch.setattr(start, "settled", lambda wanted: "cuda")
@@ -213,6 +217,32 @@ def test_a_folder_with_anything_of_the_users_is_not_a_killed_start(mine: str):
     with pytest.raises(UserError, match="is no run and holds other files"):
         train("run")
     assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize("there", ["no folder", "an empty folder", "a run of no step"])
+def test_a_stop_before_the_first_step_leaves_what_was_there(there: str, monkeypatch: pytest.MonkeyPatch, capfd):
+    run, real = Path("run"), loop.Dormouse
+
+    def stopping(*arguments: Any, **options: Any) -> object:
+        os.kill(os.getpid(), signal.SIGINT)
+        return real(*arguments, **options)
+
+    if there != "no folder":
+        run.mkdir()
+    if there == "a run of no step":
+        train("run", train_steps=2)
+        shutil.rmtree(run / "checkpoints")
+    before = sorted(path.name for path in run.iterdir()) if run.exists() else None
+    monkeypatch.setattr(loop, "Dormouse", stopping)
+    begun, console = there == "a run of no step", Console(io.StringIO())
+    words = {"data.paths": [str(Path("words.txt").absolute())]}
+    result = dormouse_train.train(
+        None if begun else "tiny.toml", run=run, resume=begun, overrides=words, console=console
+    )
+    assert (result.exit_code, result.step) == (130, 0)
+    assert (sorted(path.name for path in run.iterdir()) if run.exists() else None) == before
+    says = "the run is as it was" if begun else "the first step; nothing was kept"
+    assert says in capfd.readouterr().err
 
 
 def test_an_empty_folder_of_the_users_stays_when_a_run_cannot_begin():

@@ -55,7 +55,10 @@ def train(
     ] = None,
 ) -> int:
     """Train a byte-level language model. Without --data it reads Python's own standard library."""
-    from dormouse_train.commands.train import command
+    from dormouse_train.signals import AS_IT_WAS, NOTHING_KEPT, before_leaving, tell
+
+    with before_leaving(lambda: tell(AS_IT_WAS if resume else NOTHING_KEPT)):
+        from dormouse_train.commands.train import command
 
     options: dict[str, object] = {"train.steps": steps, "train.init": init, "train.seed": seed}
     options |= {"train.device": device, "data.paths": data or None, "data.val": val or None}

@@ -252,9 +252,10 @@ class _Loop:
             self.saved_step = self.progress.step
 
     def _stopped(self) -> Result:
-        self._save()
         self.console.end_live()
-        self.console.note(f"stopped and saved at step {self.progress.step}; --resume --run {self.folder} goes on")
+        if self.progress.step:
+            self._save()
+            self.console.note(f"stopped and saved at step {self.progress.step}; --resume --run {self.folder} goes on")
         return Result(self.signals.exit_code, self.progress.step, self.folder)
 
     def _report(self) -> Result:
