@@ -71,11 +71,11 @@ def parse(command: Any, name: str, words: list[str], parent: Any = None) -> None
 
 
 def without_uv(words: list[str]) -> list[str]:
-    """`uv run --project P --package X --group Y script ...` as `script ...`."""
+    """`uv run --project P --package X --group Y --extra Z script ...` as `script ...`."""
     if words[:2] != ["uv", "run"]:
         return words
     rest = words[2:]
-    while rest[0] in ("--project", "--package", "--group"):
+    while rest[0] in ("--project", "--package", "--group", "--extra"):
         rest = rest[2:]
     return rest
 
