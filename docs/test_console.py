@@ -24,9 +24,12 @@ SHOWN = sorted({(str(path.relative_to(ROOT)), line) for path in PAGES for line i
 # What runs the commands that belong to no console script of ours: a pattern of the command, and the test.
 PLAIN = "test_a_plain_command_prints_its_tables_and_fails_only_for_a_gpu_row_that_had_to_run"
 RUN_BY = {
-    r"pip install uv": "docs/test_workspace.py::test_ci_first_installs_an_accepted_uv_where_it_is_missing",
+    r'git clone "\$REPOSITORY" dormouse': "docs/test_fresh.py::test_a_clone_is_made_as_shown",
+    r"cd dormouse": "docs/test_fresh.py::test_a_clone_is_made_as_shown",
     r"uv build --package dormouse-kernels": "docs/test_fresh.py::test_the_kernels_alone_from_a_wheel",
+    r"mkdir \.\./elsewhere": "docs/test_fresh.py::test_the_kernels_alone_from_a_wheel",
     r"cd \.\./elsewhere": "docs/test_fresh.py::test_the_kernels_alone_from_a_wheel",
+    r"uv init --bare": "docs/test_fresh.py::test_the_kernels_alone_from_a_wheel",
     r"uv add \.\./dormouse/dist/\S+": "docs/test_fresh.py::test_the_kernels_alone_from_a_wheel",
     r'uv add "dormouse-kernels @ git\+\S+"': "docs/test_fresh.py::test_the_kernels_alone_from_git",
     r"export PYTHONPATH=packages/dormouse-kernels/src": f"docs/test_proof.py::{PLAIN}",
@@ -68,11 +71,11 @@ def parse(command: Any, name: str, words: list[str], parent: Any = None) -> None
 
 
 def without_uv(words: list[str]) -> list[str]:
-    """`uv run --package X --group Y script ...` as `script ...`."""
+    """`uv run --project P --package X --group Y --extra Z script ...` as `script ...`."""
     if words[:2] != ["uv", "run"]:
         return words
     rest = words[2:]
-    while rest[0] in ("--package", "--group"):
+    while rest[0] in ("--project", "--package", "--group", "--extra"):
         rest = rest[2:]
     return rest
 

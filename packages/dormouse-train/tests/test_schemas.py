@@ -71,3 +71,9 @@ def test_the_page_lists_every_key_of_the_manifest_of_the_data(finished):
     stored = json.loads((finished[0] / "data.json").read_text())
     words = set(re.findall(r"`([a-z_0-9]+)`", section("The run folder")))
     assert stored.keys() | stored["files"][0].keys() <= words
+
+
+def test_the_page_lists_every_key_of_the_report(finished):
+    stored = json.loads((finished[0] / "report.json").read_text())
+    words = set(re.findall(r"`([a-z_0-9]+)`", section("report.json")))
+    assert stored.keys() | stored["baselines"].keys() == words
