@@ -82,18 +82,18 @@ def test_an_ngram_model_comes_near_the_entropy_from_above_once_it_sees_the_order
     assert abs(bits[2] - source.entropy) < 6 * source.spread(held) + 0.01
 
 
-def test_a_model_comes_near_the_entropy_and_not_below(tmp_path: Path):
-    source = Markov(1, seed=1, nbytes=300_000)
+def test_a_short_run_of_nano_comes_near_the_entropy_and_not_below(tmp_path: Path):
+    source = Markov(1, seed=0, nbytes=300_000)
     result = dormouse_train.train(
-        Path(__file__).with_name("tiny.toml"),
+        "nano",
         run=tmp_path / "run",
-        overrides={"data.paths": [source.name], "train.steps": 120, "train.batch": 16, "train.seq": 64},
-        sets=["train.warmup=10", "eval.sample_bytes=0", "checkpoint.every=0"],
+        overrides={"data.paths": [source.name], "train.steps": 40, "train.batch": 8, "train.seq": 128},
+        sets=["train.device=cpu", "eval.sample_bytes=0", "checkpoint.every=0"],
     )
     assert result.heldout_bpb is not None
     assert result.window_bytes == 15_000
     assert result.heldout_bpb > source.entropy - 6 * source.spread(15_000)
     # Against what the source itself says of the same bytes the noise is smaller: six deviations of the mean of the
-    # difference are 0.02 where the two differ by 0.1 bits, and a byte that is seen before it is predicted costs none.
+    # difference are 0.01 where the two differ by 0.2 bits a byte. A byte that is seen before it is predicted costs 0.
     possible = surprises(source)[-15_000:].mean()
-    assert possible - 0.02 < result.heldout_bpb < possible + 0.15
+    assert possible - 0.01 < result.heldout_bpb < possible + 0.05

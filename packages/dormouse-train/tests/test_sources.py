@@ -7,9 +7,11 @@ import json
 import sys
 from pathlib import Path
 
+import dormouse_train
 import numpy as np
 import pyarrow
 import pytest
+from dormouse_train.commands import evaluate, info
 from dormouse_train.config import DataSection
 from dormouse_train.data import ByteView, Corpus, manifest, open_corpus, open_paths, packing, sources, unpack
 from dormouse_train.data.sources import find
@@ -225,6 +227,19 @@ def test_enwik8_has_its_usual_split(tmp_path: Path):
     assert edges == [b"\0", b"a", b"b", b"c", b"d", b"\0"]
     assert data.manifest()["files"][0]["test_bytes"] == 5_000_000
     assert not (tmp_path / "run" / "data").exists()
+
+
+def test_a_run_of_enwik8_is_shown_and_scored_with_its_test_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    dormouse_train.train(
+        Path(__file__).with_name("tiny.toml"),
+        run=tmp_path / "run",
+        overrides={"data.paths": [str(enwik8(tmp_path))], "train.steps": 1, "eval.final_window_bytes": 500},
+        sets=["eval.sample_bytes=0"],
+    )
+    info.command(tmp_path / "run")
+    assert "90,000,000 bytes to train on, 5,000,000 held out, 5,000,000 for a test" in capsys.readouterr().out
+    evaluate.command(tmp_path / "run", [], 700, test=True)
+    assert f"BPB over 700 bytes (test part of {tmp_path}/enwik8)" in capsys.readouterr().out
 
 
 def test_what_is_not_whole_enwik8_is_split_like_any_file(tmp_path: Path):

@@ -9,7 +9,7 @@ from dormouse_kernels.moe.selection import IMPLEMENTATIONS, choose
 SHAPE: dict[str, Any] = {"T": 4096, "k": 2, "num_experts": 16, "d": 192, "r": 16, "f": 512, "dtype": torch.float32}
 
 
-@pytest.mark.parametrize(("device", "chosen"), [("cpu", "reference"), ("cuda", "padded")])
+@pytest.mark.parametrize(("device", "chosen"), [("cpu", "reference"), ("cuda", "triton")])
 def test_auto_takes_the_winner_of_the_device_and_considers_all(device, chosen):
     choice = choose("latent_glu_experts", device=device, **SHAPE)
     assert choice.implementation == chosen

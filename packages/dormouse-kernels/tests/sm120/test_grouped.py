@@ -6,7 +6,7 @@ import pytest
 import torch
 from dormouse_kernels.aot import Build, Pointer, compile_kernels
 from dormouse_kernels.moe.grouped import backward, forward, launches
-from dormouse_kernels.moe.grouped.launches import SLOT, SORTED, TOKEN
+from dormouse_kernels.moe.grouped.sources import SLOT, SORTED, TOKEN
 from dormouse_kernels.moe.grouped.tiles import Tiles, tiles_for
 from dormouse_kernels.moe.routing import Routing, TileMap
 from dormouse_kernels.proof import archs

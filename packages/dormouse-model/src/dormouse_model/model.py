@@ -9,6 +9,7 @@ Letters: `B` sequences, `T` bytes, `d` model, `E` experts, `L` iterations.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -157,14 +158,20 @@ _KINDS = {
 """A parameter that tells what a model's weights are of."""
 
 
+def another_kind(model: Dormouse, names: Collection[str]) -> str | None:
+    """Why weights of these names cannot be `model`'s: of which other mixer or experts they are; None where they may."""
+    held = dict(model.named_parameters())
+    for key, kinds in _KINDS.items():
+        own = next(kind for kind, name in kinds.items() if name in held)
+        for kind, name in kinds.items():
+            if kind != own and name in names:
+                return f"these weights are of {key} '{kind}' and this model is of '{own}', which is another function"
+    return None
+
+
 def _refuse_another_kind(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
-    """Weights of another mixer or kind of experts are refused by its name, also where missing keys are allowed."""
-    held = dict(module.named_parameters())
-    for key, names in _KINDS.items():
-        for kind, name in names.items():
-            if f"{prefix}{name}" in state_dict and name not in held:
-                own = next(other for other, its in names.items() if its in held)
-                raise RuntimeError(
-                    f"Dormouse: these weights are of {key} '{kind}' and this model is of '{own}': another function; "
-                    f"build the model with {key} = '{kind}'"
-                )
+    """Also where missing keys are allowed: a model that kept its own attention would go on as if it had been loaded."""
+    assert isinstance(module, Dormouse)
+    names = {name.removeprefix(prefix) for name in state_dict}
+    if (reason := another_kind(module, names)) is not None:
+        raise RuntimeError(f"Dormouse: {reason}; build the model with the kind that the weights are of")

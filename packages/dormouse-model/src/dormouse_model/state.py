@@ -137,10 +137,10 @@ class State:
             )
 
         def cleared(held: Tensor) -> Tensor:
-            nothing = NONE if held is self.last_bytes else 0
-            return held.masked_fill(rows.view(-1, *(1,) * (held.dim() - 1)), nothing)
+            return held.masked_fill(rows.view(-1, *(1,) * (held.dim() - 1)), 0)
 
-        return self.map(cleared)
+        last_bytes = None if self.last_bytes is None else self.last_bytes.masked_fill(rows.unsqueeze(-1), NONE)
+        return State(tuple(iteration.map(cleared) for iteration in self.iterations), last_bytes)
 
     def select(self, rows: Sequence[int] | slice | Tensor) -> State:
         """The sequences `rows` of the batch, in that order: views of these for a slice, otherwise copies."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from dormouse_model import checkpoint
 from dormouse_model.checkpoint import CheckpointError
 from dormouse_model.config import ModelConfig, validate
-from dormouse_model.model import Dormouse
+from dormouse_model.model import Dormouse, another_kind
 
 METADATA = "dormouse"
 """The key of the file's metadata whose value is the configuration's sections as JSON."""
@@ -109,9 +109,11 @@ def shapes(file: Path) -> dict[str, list[int]]:
 def mismatch(model: Dormouse, file: Path) -> str | None:
     """The first tensor, by name, that `file` and `model` do not share in one shape, as half a sentence; None for none.
 
-    Low halves are left out: a file may have them or not.
+    Another mixer or kind of experts is named before any tensor. Low halves are left out: a file may have them or not.
     """
     low, found = low_halves(model), shapes(file)
+    if (reason := another_kind(model, found)) is not None:
+        return reason
     wanted = {name: list(value.shape) for name, value in model.state_dict().items()}
     for name in sorted(found.keys() | wanted.keys()):
         if name not in low and found.get(name) != wanted.get(name):

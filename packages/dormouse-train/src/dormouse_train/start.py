@@ -90,12 +90,14 @@ def _go_on(config: Config, folder: Path, console: Console | None) -> Result:
 def _prepare(
     config: Config, folder: Path, console: Console | None, *, on_cuda: Callable[[], Config] | None = None
 ) -> tuple[Config, Corpus]:
-    """Open the data, which is quick, before torch is imported, which is not; then settle the device.
+    """Open the data before torch is imported, which is slow; then settle the device, one that was asked for at first.
 
     `on_cuda` makes the configuration to take instead where that device is CUDA.
     """
     if config.log.tensorboard:
         events.require()
+    if config.train.device == "cuda":
+        settled("cuda")  # refused before gigabytes of data are read
     corpus = open_corpus(config.data, folder)
     _refuse_short(corpus, config)
     if console is not None:

@@ -61,7 +61,7 @@ def train_step(
         summed = config.train.accumulate * config.train.segments > 1
         parameter.grad_dtype = torch.float32 if summed else parameter.dtype
     cross_entropy, loss, counts = _gradients(model, batches, step, config, device, carried)
-    dense, tables = _gradients_of(model)
+    dense, tables = _dense_and_tables(model)
     norm, table_norm = global_norm(dense), global_norm(tables)
     finite = math.isfinite(loss) and math.isfinite(norm) and math.isfinite(table_norm)
     if finite:
@@ -74,7 +74,7 @@ def train_step(
     return StepResult(loss, bits_per_byte(cross_entropy), norm, not finite, counts)
 
 
-def _gradients_of(model: Dormouse) -> tuple[list[Tensor], list[Tensor]]:
+def _dense_and_tables(model: Dormouse) -> tuple[list[Tensor], list[Tensor]]:
     """The dense gradients, and of each table the sum a row that was read: both to be changed in place."""
     dense, tables = [], []
     for parameter in model.parameters():

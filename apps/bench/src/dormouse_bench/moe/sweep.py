@@ -17,7 +17,8 @@ from dormouse_bench.rows import Origin, Row
 IMPLEMENTATIONS = (OURS, "padded", "torch-grouped-mm")
 MOST_ROWS = 1 << 17
 """Larger products of experts and rows are left out: minutes, and nothing that the others do not say."""
-PHASE = "fwd+bwd"
+PHASES = {"cuda": ("fwd+bwd", "fwd+bwd-graph"), "cpu": ("fwd+bwd",)}
+"""A graph's replay has no host time between its kernels: at small sizes the eager times are the host's."""
 
 
 def shapes(device: str) -> dict[str, Shape]:
@@ -62,7 +63,7 @@ class Outcome:
 
     def line(self) -> str:
         """All of it in one line."""
-        times = [f"{row.implementation} {row.ms:.4g} ms" for row in self.rows]
+        times = [f"{row.implementation} {row.phase} {row.ms:.4g} ms" for row in self.rows]
         return f"{self.name}: {', '.join([*times, *self.absent, *self.wrong])}"
 
 
@@ -76,26 +77,38 @@ def _one(name: str, shape: Shape, device: str, budget_ms: int, origin: Origin) -
         if arm.name not in IMPLEMENTATIONS:
             continue
         try:
-            measured = measure.trial(arm, given, want, device=device, budget_ms=budget_ms).measure(PHASE)
+            trial = measure.trial(arm, given, want, device=device, budget_ms=budget_ms)
         except Exception as error:  # peers raise many kinds
             outcome.absent.append(f"{arm.name} absent ({reason(error)})")
             continue
-        if measured.disagreement:
-            outcome.wrong.append(f"{arm.name} disagrees: {measured.disagreement}")
-            continue
-        outcome.rows.append(
-            Row(
-                bench="sweep", shape=name, phase=PHASE, implementation=arm.name, ms=measured.ms, floor_ms=None,
-                peak_extra_bytes=measured.peak_extra_bytes, **origin.model_dump(),
-            )
-        )  # fmt: skip
+        for phase in PHASES[device]:
+            _add(outcome, trial, phase, origin)
     return outcome
 
 
-def winners(rows: Sequence[Row]) -> dict[str, str]:
-    """The fastest implementation of every shape."""
-    best: dict[str, Row] = {}
+def _add(outcome: Outcome, trial: measure.Trial, phase: str, origin: Origin) -> None:
+    name = trial.arm.name
+    try:
+        measured = trial.measure(phase)
+    except Exception as error:  # an arm that waits for the device is in no graph
+        outcome.absent.append(f"{name} {phase} absent ({reason(error)})")
+        return
+    if measured.disagreement:
+        outcome.wrong.append(f"{name} {phase} disagrees: {measured.disagreement}")
+        return
+    outcome.rows.append(
+        Row(
+            bench="sweep", shape=outcome.name, phase=phase, implementation=name, ms=measured.ms, floor_ms=None,
+            peak_extra_bytes=measured.peak_extra_bytes, **origin.model_dump(),
+        )
+    )  # fmt: skip
+
+
+def winners(rows: Sequence[Row]) -> dict[tuple[str, str], str]:
+    """The fastest implementation by shape and phase."""
+    best: dict[tuple[str, str], Row] = {}
     for row in rows:
-        if row.shape not in best or row.ms < best[row.shape].ms:
-            best[row.shape] = row
-    return {shape: row.implementation for shape, row in best.items()}
+        held = best.get((row.shape, row.phase))
+        if held is None or row.ms < held.ms:
+            best[row.shape, row.phase] = row
+    return {key: row.implementation for key, row in best.items()}

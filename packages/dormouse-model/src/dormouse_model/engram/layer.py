@@ -38,6 +38,8 @@ class Engram(nn.Module):
     def __init__(self, d_model: int, config: EngramSection, *, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.config = config
+        self.sparse_grad = False
+        """Whether the gradient of `tables` is sparse, of the rows read alone: for an optimizer that knows such ones."""
         sizes = config.sizes
         self.starts = [sum(sizes[:i]) for i in range(len(sizes))]
         """First row of each order's table."""
@@ -72,7 +74,7 @@ class Engram(nn.Module):
         """
         if before is None:
             before = self.no_bytes(ids.shape[0], ids.device)
-        read = read_rows(self.tables, self.rows(ids, before)).flatten(-2)
+        read = read_rows(self.tables, self.rows(ids, before), sparse_grad=self.sparse_grad).flatten(-2)
         last = torch.cat([before, ids.to(before.dtype)], 1)[:, ids.shape[1] :]
         return Recall(self.key_norm(self.key(read)), self.value(read)), last
 

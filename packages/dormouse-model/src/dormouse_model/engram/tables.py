@@ -1,4 +1,4 @@
-"""Reading rows of a table whose gradient holds the rows that were read, and no others.
+"""Reading rows of a table, whose gradient may be of the rows that were read and of no others.
 
 Letters: `R` rows of width `D`.
 """
@@ -13,28 +13,29 @@ from torch import Tensor
 from dormouse_model.engram.ngrams import NONE
 
 
-def read_rows(table: Tensor, index: Tensor) -> Tensor:
+def read_rows(table: Tensor, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
     """`table[index]`, zeros where `index` is `NONE`: [R, D] and int64 [...] to [..., D].
 
-    The gradient of `table` is a sparse COO tensor of the rows read, not coalesced; a place that read `NONE` is not in
-    it. Saved for the backward: `index`. The backward reads the device, for how many rows that leaves.
+    With `sparse_grad` the gradient of `table` is a sparse COO tensor of the rows read, not coalesced, without those of
+    `NONE`; otherwise it is dense, of the same sums. Sums are ordered: the same bits every time. Saved for the backward:
+    `index`. The backward reads the device, for how many rows were read.
     """
-    return _ReadRows.apply(table, index)
+    return _ReadRows.apply(table, index, sparse_grad)
 
 
 class _ReadRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, table: Tensor, index: Tensor) -> Tensor:
+    def forward(ctx: Any, table: Tensor, index: Tensor, sparse_grad: bool) -> Tensor:
         ctx.save_for_backward(index)
-        ctx.shape = table.shape
+        ctx.shape, ctx.sparse_grad = table.shape, sparse_grad
         rows = table.index_select(0, index.clamp(min=0).flatten()).view(*index.shape, table.shape[1])
         return rows.masked_fill_((index == NONE).unsqueeze(-1), 0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (index,) = ctx.saved_tensors
         read = index != NONE
-        return torch.sparse_coo_tensor(
-            index[read].unsqueeze(0), gradient[read], ctx.shape, check_invariants=False
-        ), None
+        rows = index[read].unsqueeze(0)
+        sparse = torch.sparse_coo_tensor(rows, gradient[read], ctx.shape, check_invariants=False)
+        return sparse if ctx.sparse_grad else sparse.coalesce().to_dense(), None, None

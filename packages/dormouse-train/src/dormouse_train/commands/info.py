@@ -30,7 +30,8 @@ def _rows(run: Path, config: Config) -> Iterator[tuple[str, str]]:
     yield "run", str(run)
     if (run / manifest.NAME).exists():
         data = manifest.load(run)
-        sizes = f"{data.train_bytes:,} bytes to train on, {data.heldout_bytes:,} held out"
+        test = f", {data.test_bytes:,} for a test" if data.test_bytes else ""
+        sizes = f"{data.train_bytes:,} bytes to train on, {data.heldout_bytes:,} held out{test}"
         yield "data", f"{data.name}: {len(data.files)} files, {sizes}"
     yield "model", _model(config)
     train = config.train

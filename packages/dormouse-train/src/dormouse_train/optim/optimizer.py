@@ -55,6 +55,8 @@ class Moments:
 class Optimizer:
     """`Optimizer(model, config.optim, config.train.lr).step(lr_scale)` updates `model` in place from its `.grad`.
 
+    The model is asked for sparse gradients of its tables.
+
     Factors: Muon in the rows convention with the rate as an angle in radians; the fp32 master is joined from its two
     halves, updated, retracted and split again. An item (one expert's U, U' or V) whose gradient is exactly zero keeps
     its parameters and its momentum: an expert that no byte chose must not walk on along stale momentum.
@@ -83,6 +85,8 @@ class Optimizer:
         device = next(model.parameters()).device
         self._rates = {method: torch.zeros((), device=device) for method in self.peak}
         self._tables = self._named("sparse")
+        if model.block.memory.engram is not None:
+            model.block.memory.engram.sparse_grad = True
         self._moments = {name: Moments.zeros(p) for name, p in (self._named("adamw") | self._tables).items()}
 
     def _named(self, method: Method) -> dict[str, nn.Parameter]:

@@ -8,7 +8,7 @@ from typing import Self
 import torch
 
 from dormouse_kernels.moe.grouped import launches
-from dormouse_kernels.moe.grouped.launches import SLOT, SORTED, TOKEN
+from dormouse_kernels.moe.grouped.sources import SLOT, SORTED, TOKEN
 from dormouse_kernels.moe.grouped.tiles import Tile, Tiles
 from dormouse_kernels.moe.passes import Gradients, Operands
 from dormouse_kernels.moe.routing import Routing, TileMap

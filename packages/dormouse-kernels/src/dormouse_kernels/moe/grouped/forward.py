@@ -2,8 +2,7 @@
 
 T tokens, k experts a token, R = T·k rows sorted by expert, E experts, b [E, K, N]. A tile is up to ROWS rows of one
 expert: map[tile] = (expert, first row, end row, tiles of the expert); expert E holds sentinels, whose outputs are
-zeros. A program makes COLS columns of a tile. Where a row of an operand lies: SORTED row i itself, TOKEN order[i] // k,
-SLOT order[i].
+zeros. A program makes COLS columns of a tile. Where a row of an operand lies: sources.py.
 
 Rows past a tile's end read its last row instead of being masked, and are not stored: with K a multiple of DEPTH and N
 of COLS the loop over K has no mask at all.
@@ -12,11 +11,11 @@ of COLS the loop over K has no mask at all.
 import triton
 import triton.language as tl
 
+from dormouse_kernels.moe.grouped import sources
 from dormouse_kernels.offsets import row_offset
 
-SORTED = tl.constexpr(0)
-TOKEN = tl.constexpr(1)
-SLOT = tl.constexpr(2)
+SORTED = tl.constexpr(sources.SORTED)
+TOKEN = tl.constexpr(sources.TOKEN)
 
 
 @triton.jit

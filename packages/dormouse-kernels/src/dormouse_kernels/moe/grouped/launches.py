@@ -8,12 +8,10 @@ import torch
 
 from dormouse_kernels.launch import launch
 from dormouse_kernels.moe.grouped import backward, forward
+from dormouse_kernels.moe.grouped.sources import SORTED
 from dormouse_kernels.moe.grouped.tiles import Tile, Tiles, tiles_on
 from dormouse_kernels.moe.latent.launches import sum_slots
 from dormouse_kernels.moe.routing import Routing, TileMap
-
-SORTED, TOKEN, SLOT = 0, 1, 2
-"""Where sorted row i lies in an operand: at i, at its token, at its slot."""
 
 
 def tiles_of(routing: Routing, dtype: torch.dtype) -> Tiles:

@@ -1,16 +1,14 @@
-"""Grouped products as functions of tensors: checks, choice of implementation, counting, autograd."""
+"""Grouped products as functions of tensors: checks, choice of implementation, counting."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch.autograd.function import once_differentiable
 
-from dormouse_kernels import counters
 from dormouse_kernels.launch import interpreting
 from dormouse_kernels.moe import checks
-from dormouse_kernels.moe.grouped import reference
+from dormouse_kernels.moe.counting import count
+from dormouse_kernels.moe.grouped import library
+from dormouse_kernels.moe.grouped.products import GroupedMm, GroupedWgrad, Products
 from dormouse_kernels.moe.routing import Routing
 from dormouse_kernels.moe.selection import AUTO, TRITON
 
@@ -50,10 +48,13 @@ def grouped_mm(
     checks.check_floats(op, {"a": a, "b": b})
     a, b = _autocast(a, b)
     dtype = torch.promote_types(a.dtype, b.dtype)
+    chosen, reason = _choose(op, implementation, routing, dtype)
+    products = Products(routing, gather, scatter, dtype, chosen)
+    if torch.compiler.is_compiling():
+        return library.call(op, products, a, b, reason)
+    count(op, chosen, routing, None, reason)
     with torch.autocast(a.device.type, enabled=False):
-        if _choose(op, implementation, routing, dtype) == REFERENCE:
-            return reference.multiply(a, b, routing, gather=gather, scatter=scatter)
-        return _GroupedMm.apply(a, b, routing, gather, scatter, dtype)
+        return GroupedMm.apply(products, a, b)
 
 
 def grouped_wgrad(
@@ -88,16 +89,18 @@ def grouped_wgrad(
             raise ValueError(f"{op}: out is given while a gradient is needed; call it under torch.no_grad()")
     a, g = _autocast(a, g)
     dtype = torch.promote_types(a.dtype, g.dtype)
-    with torch.autocast(a.device.type, enabled=False):
-        if _choose(op, implementation, routing, dtype) == REFERENCE:
-            made = reference.wgrad(a, g, routing, gather=gather, scatter=scatter)
-            if out is None:
-                return made.to(dtype)
-            return out.copy_(out.to(made.dtype) + made if accumulate else made)
+    chosen, reason = _choose(op, implementation, routing, dtype)
+    products = Products(routing, gather, scatter, dtype, chosen)
+    if torch.compiler.is_compiling():
         if out is None:
-            return _GroupedWgrad.apply(a, g, routing, gather, scatter, dtype)
-        _wgrad_into(out, a, g, routing, gather, scatter, dtype, accumulate=accumulate)
+            return library.call(op, products, a, g, reason)
+        library.call_into(products, a, g, out, accumulate, reason)
         return out
+    count(op, chosen, routing, None, reason)
+    with torch.autocast(a.device.type, enabled=False):
+        if out is None:
+            return GroupedWgrad.apply(products, a, g)
+        return products.weight_gradient(a, g, out, accumulate=accumulate)
 
 
 def _check_rows(op: str, name: str, rows: torch.Tensor, routing: Routing, letter: str) -> None:
@@ -118,23 +121,20 @@ def _autocast(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return a.to(dtype), b.to(dtype)
 
 
-def _choose(op: str, implementation: str, routing: Routing, dtype: torch.dtype) -> str:
-    """The implementation, counted. Errors: `ValueError` for an unknown name, and for "triton" where it cannot run."""
+def _choose(op: str, implementation: str, routing: Routing, dtype: torch.dtype) -> tuple[str, str]:
+    """The implementation, and a fallback's reason. Errors: `ValueError` for an unknown name, or "triton" in vain."""
     if implementation not in (AUTO, *IMPLEMENTATIONS):
         known = ", ".join((AUTO, *IMPLEMENTATIONS))
         raise ValueError(f"{op}: implementation is {implementation!r}; pass one of {known}")
-    device, chosen, reason = routing.order.device.type, implementation, ""
+    device = routing.order.device.type
+    if implementation == REFERENCE or (implementation == AUTO and device != "cuda"):
+        return REFERENCE, ""
     unfit = _triton_unfit(device, dtype)
-    if implementation == TRITON and unfit:
+    if unfit is None:
+        return TRITON, ""
+    if implementation == TRITON:
         raise ValueError(f"{op}: implementation='triton' cannot take {unfit[1]}; pass implementation='reference'")
-    if implementation == AUTO:
-        chosen = TRITON if device == "cuda" and not unfit else REFERENCE
-        reason = unfit[0] if unfit and device == "cuda" else ""
-    active = counters.current()
-    if active is not None:
-        active.count(f"moe.{op}", chosen, reason=reason)
-        active.count_rows(f"moe.{op}", "bad_index", routing.bad_indices())
-    return chosen
+    return REFERENCE, unfit[0]
 
 
 def _triton_unfit(device: str, dtype: torch.dtype) -> tuple[str, str] | None:
@@ -144,108 +144,3 @@ def _triton_unfit(device: str, dtype: torch.dtype) -> tuple[str, str] | None:
     if dtype == torch.float64:
         return "dtype", f"{dtype}: it takes up to four bytes an element"
     return None
-
-
-class _GroupedMm(torch.autograd.Function):
-    """`a[i] · b[e(i)]` by the Triton kernels. Saves a and b."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        routing: Routing,
-        gather: bool,
-        scatter: bool,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.routing, ctx.gather, ctx.scatter, ctx.dtype = routing, gather, scatter, dtype
-        return _multiply(a.to(dtype), b, routing, gather, scatter)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        a, b = ctx.saved_tensors
-        grad_a = grad_b = None
-        if ctx.needs_input_grad[0]:
-            grad_a = _data_gradient(grad.to(ctx.dtype), b, ctx.routing, ctx.gather, ctx.scatter, a.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_b = torch.empty_like(b)
-            _wgrad_into(grad_b, a, grad, ctx.routing, ctx.gather, ctx.scatter, ctx.dtype)
-        return grad_a, grad_b, None, None, None, None
-
-
-class _GroupedWgrad(torch.autograd.Function):
-    """`Σ a[i]ᵀ g[i]` by the Triton kernels. Saves a and g."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        a: torch.Tensor,
-        g: torch.Tensor,
-        routing: Routing,
-        gather: bool,
-        scatter: bool,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(a, g)
-        ctx.routing, ctx.gather, ctx.scatter, ctx.dtype = routing, gather, scatter, dtype
-        out = torch.empty(routing.num_experts, a.shape[1], g.shape[1], dtype=dtype, device=a.device)
-        _wgrad_into(out, a, g, routing, gather, scatter, dtype)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        a, g = ctx.saved_tensors
-        grad_a = grad_g = None
-        if ctx.needs_input_grad[0]:
-            grad_a = _data_gradient(g.to(ctx.dtype), grad, ctx.routing, ctx.gather, ctx.scatter, a.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_g = _multiply(a.to(ctx.dtype), grad, ctx.routing, ctx.gather, ctx.scatter).to(g.dtype)
-        return grad_a, grad_g, None, None, None, None
-
-
-def _multiply(a: torch.Tensor, b: torch.Tensor, routing: Routing, gather: bool, scatter: bool) -> torch.Tensor:
-    # here, because a plain `import dormouse_kernels` must not wait for triton
-    from dormouse_kernels.moe.grouped import launches
-
-    tile = launches.tiles_of(routing, a.dtype).mm
-    source = launches.TOKEN if gather else launches.SORTED
-    target = launches.SLOT if scatter else launches.SORTED
-    return launches.multiply(a, b, routing, routing.cut(tile.rows), tile, source=source, target=target)
-
-
-def _data_gradient(
-    g: torch.Tensor, b: torch.Tensor, routing: Routing, gather: bool, scatter: bool, dtype: torch.dtype
-) -> torch.Tensor:
-    """The gradient of a: g · bᵀ by rows, summed by token if a's rows were gathered."""
-    from dormouse_kernels.moe.grouped import launches
-
-    tile = launches.tiles_of(routing, g.dtype).mm
-    source = launches.SLOT if scatter else launches.SORTED
-    target = launches.SLOT if gather else launches.SORTED
-    rows = launches.multiply(g, b.mT, routing, routing.cut(tile.rows), tile, source=source, target=target)
-    return launches.sum_by_token(rows, routing, dtype) if gather else rows.to(dtype)
-
-
-def _wgrad_into(
-    out: torch.Tensor,
-    a: torch.Tensor,
-    g: torch.Tensor,
-    routing: Routing,
-    gather: bool,
-    scatter: bool,
-    dtype: torch.dtype,
-    *,
-    accumulate: bool = False,
-) -> None:
-    from dormouse_kernels.moe.grouped import launches
-
-    tile = launches.tiles_of(routing, dtype).wgrad
-    sources = (
-        launches.TOKEN if gather else launches.SORTED,
-        launches.SLOT if scatter else launches.SORTED,
-    )
-    launches.wgrad(a.to(dtype), g.to(dtype), routing, out, tile, sources=sources, accumulate=accumulate)

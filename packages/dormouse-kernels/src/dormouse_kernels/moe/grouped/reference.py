@@ -6,27 +6,23 @@ from itertools import pairwise
 
 import torch
 
-from dormouse_kernels.moe.layout import accumulation_dtype
 from dormouse_kernels.moe.routing import Routing
 
 
-def multiply(a: torch.Tensor, b: torch.Tensor, routing: Routing, *, gather: bool, scatter: bool) -> torch.Tensor:
-    """[R, N] in the operands' wider dtype; autograd differentiates it."""
-    dtype = torch.promote_types(a.dtype, b.dtype)
-    compute = accumulation_dtype(dtype)
-    rows = (a.index_select(0, routing.tokens) if gather else a).to(compute)
-    parts = [rows[start:stop] @ b[e].to(compute) for e, (start, stop) in enumerate(_spans(routing))]
-    valid = sum(part.shape[0] for part in parts)
-    out = torch.cat([*parts, rows.new_zeros(rows.shape[0] - valid, b.shape[2])]).to(dtype)
-    return out.index_select(0, routing.inverse) if scatter else out
+def multiply(rows: torch.Tensor, b: torch.Tensor, routing: Routing, dtype: torch.dtype) -> torch.Tensor:
+    """Sorted rows [R, K] times their experts' matrices of b [E, K, N], in `dtype`; zeros for sentinels."""
+    out = rows.new_zeros(rows.shape[0], b.shape[2], dtype=dtype)
+    for e, (start, stop) in enumerate(_spans(routing)):
+        torch.mm(rows[start:stop].to(dtype), b[e].to(dtype), out=out[start:stop])
+    return out
 
 
-def wgrad(a: torch.Tensor, g: torch.Tensor, routing: Routing, *, gather: bool, scatter: bool) -> torch.Tensor:
-    """[E, K, N] in the accumulation dtype; autograd differentiates it."""
-    compute = accumulation_dtype(torch.promote_types(a.dtype, g.dtype))
-    rows = (a.index_select(0, routing.tokens) if gather else a).to(compute)
-    grads = (g.index_select(0, routing.order) if scatter else g).to(compute)
-    return torch.stack([rows[start:stop].mT @ grads[start:stop] for start, stop in _spans(routing)])
+def wgrad(rows: torch.Tensor, grads: torch.Tensor, routing: Routing, dtype: torch.dtype) -> torch.Tensor:
+    """Σ over an expert's sorted rows of rowᵀ grad, [E, K, N] in `dtype`; zeros for an expert without rows."""
+    out = rows.new_empty(routing.num_experts, rows.shape[1], grads.shape[1], dtype=dtype)
+    for e, (start, stop) in enumerate(_spans(routing)):
+        torch.mm(rows[start:stop].to(dtype).mT, grads[start:stop].to(dtype), out=out[e])
+    return out
 
 
 def _spans(routing: Routing) -> list[tuple[int, int]]:
