@@ -222,6 +222,21 @@ def test_micro_batches_carry_their_own_rows() -> None:
         assert bool(one[1].any()) == (one[0] != "engram"), "tables begin as zeros"
 
 
+@pytest.mark.parametrize(("carry", "cut_there"), [("tbptt", True), ("reset", False)])
+def test_a_step_cuts_its_rows_at_documents_where_a_state_is_handed_on(carry: str, cut_there: bool) -> None:
+    view = ByteView([TEXT[:801]], np.arange(0, 801, 50))
+    training = Training(f"train.carry={carry}", view=view)
+    lengths: list[int] = []
+    training.model.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
+    for step in range(5):
+        lengths.clear()
+        training.step(step)
+        starts = training.batches.starts(step)
+        places = {-start % 50 for start in starts if 0 < -start % 50 < 16}
+        edges = [0, *sorted(places), 16] if cut_there else [0, 16]
+        assert lengths == np.diff(edges).tolist()
+
+
 def test_a_row_that_comes_round_starts_anew() -> None:
     training = Training("train.batch=1", view=ByteView([TEXT[:81]]))
     around = next(step for step in range(1, 9) if training.batches.starts(step)[0] < 16)
