@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -100,6 +101,41 @@ def embedded(model: Dormouse) -> list[Tensor]:
 
     model.embedding.register_forward_hook(keep)
     return seen
+
+
+class _Counted:
+    """Lives as long as what it stands beside."""
+
+
+class Saved:
+    """Numbers that autograd holds for a backward, and the most that it ever held."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def pack(self, held: Tensor) -> tuple[Tensor, object]:
+        numbers, counted = held.numel(), _Counted()
+        self.add(numbers)
+        weakref.finalize(counted, self.add, -numbers)
+        return held, counted
+
+    def add(self, numbers: int) -> None:
+        self.now += numbers
+        self.most = max(self.most, self.now)
+
+
+@pytest.mark.parametrize(("carry", "most"), [("reset", 0.35), ("tbptt", 0.35), ("full", 1.2)])
+def test_what_is_held_for_a_backward_is_of_a_segment_unless_gradients_pass_it(carry: str, most: float) -> None:
+    held = {}
+    for name, sets in {"whole": [], "segments": ["train.segment=64", f"train.carry={carry}"]}.items():
+        config, saved = configured("train.seq=256", *sets), Saved()
+        model = Dormouse(config.architecture)
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda packed: packed[0]):
+            add_gradients(model, rows_of(8, 256), nowhere(8), None, config)
+        held[name] = saved.most
+    print(held)
+    assert 0 < held["segments"] < most * held["whole"]
+    assert carry != "full" or held["segments"] > 0.8 * held["whole"]
 
 
 @pytest.mark.parametrize(("carry", "reaches"), [("tbptt", False), ("full", True)])
