@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from dormouse_kernels import Counters, glu_experts, route
-from dormouse_kernels.moe.grouped import tiles
+from dormouse_kernels.moe.grouped import launches, tiles
 from dormouse_kernels.proof import oracle, relative_errors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -135,6 +135,23 @@ def test_a_second_call_and_a_routing_made_before_give_the_same_bits():
     again = case.run(glu_experts, implementation="triton", routing=routing)
     for name, tensor in first.items():
         assert torch.equal(again[name], tensor), name
+
+
+@pytest.mark.parametrize("times", [0, 4])
+def test_persistent_programs_give_the_same_bits(monkeypatch, times):
+    case = make(index=torch.tensor([[0, 3], [-1, 3], [3, 1], [5, 0], [3, 3]]).repeat(times, 1))
+    plain = case.triton()
+    original = launches.tiles_of
+
+    def persistent(routing, dtype):
+        table = original(routing, dtype)
+        looped = {name: replace(getattr(table, name), persistent=1) for name in ("up", "down", "gate", "dx")}
+        return replace(table, **looped)
+
+    monkeypatch.setattr(launches, "tiles_of", persistent)
+    got = case.triton()
+    for name, tensor in plain.items():
+        assert torch.equal(got[name], tensor), name
 
 
 def test_only_wanted_gradients_are_made():

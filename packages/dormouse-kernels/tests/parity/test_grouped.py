@@ -6,10 +6,13 @@ from dormouse_kernels import glu_experts, grouped_mm, grouped_wgrad, route
 from dormouse_kernels.moe.grouped import backward, forward
 from dormouse_kernels.proof import oracle, relative_errors
 
-SHARED = (forward.place_of, forward.source_of, forward.contract, forward.multiply_rows, backward.bank_gradients)
+SHARED = (
+    forward.place_of, forward.source_of, forward.contract, forward.multiply_tile, forward.zero_tile,
+    forward.multiply_rows, backward.bank_gradients,
+)  # fmt: skip
 GLU = (
-    forward.halves, forward.store_gated, forward.gated_rows,
-    backward.through_gate, backward.gate_gradients, backward.sum_parts,
+    forward.is_idle, forward.halves, forward.store_gated, forward.gated_tile, forward.gated_rows,
+    backward.through_gate, backward.gate_tile, backward.gate_gradients, backward.sum_parts,
 )  # fmt: skip
 S0 = {"T": 40, "D": 33, "I": 21, "E": 5, "k": 3}
 S1 = {"T": 300, "D": 128, "I": 96, "E": 6, "k": 2}

@@ -1,5 +1,6 @@
 """Rows of the sm120 table for the grouped products: the launches of Qwen3's experts, with the tiles of each card."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,11 +20,32 @@ CASES = {
     "qwen3, few rows": (QWEN3, torch.bfloat16, 64),
     "uneven widths": (UNEVEN, torch.bfloat16, 1024),
     "fp32": (QWEN3, torch.float32, 1024),
+    "persistent": (QWEN3, torch.bfloat16, 1024),
 }
 HELPERS = {
-    "multiply_rows": (forward.place_of, forward.source_of, forward.contract),
-    "gated_rows": (forward.place_of, forward.contract, forward.halves, forward.store_gated),
-    "gate_gradients": (forward.place_of, forward.contract, forward.halves, backward.through_gate),
+    "multiply_rows": (
+        forward.place_of,
+        forward.source_of,
+        forward.contract,
+        forward.multiply_tile,
+        forward.zero_tile,
+    ),
+    "gated_rows": (
+        forward.place_of,
+        forward.is_idle,
+        forward.contract,
+        forward.halves,
+        forward.store_gated,
+        forward.gated_tile,
+    ),
+    "gate_gradients": (
+        forward.place_of,
+        forward.is_idle,
+        forward.contract,
+        forward.halves,
+        backward.through_gate,
+        backward.gate_tile,
+    ),
     "bank_gradients": (forward.source_of,),
 }
 
@@ -59,11 +81,19 @@ def launches_of(tiles: Tiles, arch: int, dtype: torch.dtype, *, T: int, D: int, 
     return builds
 
 
+def tiles_of(name: str, arch: int, dtype: torch.dtype, rows: int) -> Tiles:
+    tiles = tiles_for(divmod(arch, 10), dtype.itemsize, rows)
+    if name != "persistent":
+        return tiles
+    looped = {kernel: replace(getattr(tiles, kernel), persistent=1, piece=16) for kernel in ("up", "gate", "mm")}
+    return replace(tiles, **looped)
+
+
 @pytest.fixture(scope="module")
 def built(request):
     """Every case on every card, compiled at once: a process that compiles takes longer to start than most kernels."""
     builds = {
-        (name, arch): launches_of(tiles_for(divmod(arch, 10), dtype.itemsize, rows), arch, dtype, **sizes)
+        (name, arch): launches_of(tiles_of(name, arch, dtype, rows), arch, dtype, **sizes)
         for name, (sizes, dtype, rows) in CASES.items()
         for arch in archs(request.config)
     }

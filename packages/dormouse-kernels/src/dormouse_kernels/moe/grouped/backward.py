@@ -8,7 +8,7 @@ From dy = dL/dout and the saved gate g and up u of each row, with σ = sigmoid(g
 import triton
 import triton.language as tl
 
-from dormouse_kernels.moe.grouped.forward import contract, halves, place_of, source_of
+from dormouse_kernels.moe.grouped.forward import contract, halves, is_idle, place_of, source_of
 from dormouse_kernels.offsets import row_offset
 
 
@@ -50,21 +50,18 @@ def through_gate(
 
 
 @triton.jit
-def gate_gradients(
+def gate_tile(
     dy_ptr, down_ptr, pre_ptr, weight_ptr, dpre_ptr, act_ptr, part_ptr, order_ptr, map_ptr, dy_row, bank_expert,
-    bank_row, E, R, D, INNER, max_tiles,
-    TOP_K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, PIECE: tl.constexpr,
+    bank_row, R, D, INNER, tile, block,
+    TOP_K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr, PRECISION: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """COLS columns of dz~ and, from it, dpre [R, 2I], act = w z [R, I] again, and part[block, row] of dw."""
-    tile, block = place_of(tl.program_id(0), max_tiles, tl.cdiv(INNER, COLS), GROUP)
+    """A block of columns of dz~ for a tile of some expert, and everything that follows from it."""
     expert = tl.load(map_ptr + tile * 4)
     begin = tl.load(map_ptr + tile * 4 + 1)
     end = tl.load(map_ptr + tile * 4 + 2)
-    if (expert < 0) | (expert >= E) | (begin >= end):
-        return
     place = begin + tl.arange(0, ROWS)
-    row = tl.minimum(place, end - 1)
+    row = tl.maximum(tl.minimum(place, end - 1), 0)
     slot = tl.load(order_ptr + row)
     col = block * COLS + tl.arange(0, COLS)
     depth = tl.arange(0, DEPTH)
@@ -79,6 +76,34 @@ def gate_gradients(
         pre_ptr, dpre_ptr, act_ptr, dz, weight, row, inside, block * COLS, INNER, ROWS, COLS, PIECE
     )  # fmt: skip
     tl.store(part_ptr + row_offset(block, R) + row, part, mask=inside)
+
+
+@triton.jit
+def gate_gradients(
+    dy_ptr, down_ptr, pre_ptr, weight_ptr, dpre_ptr, act_ptr, part_ptr, order_ptr, map_ptr, start_ptr, dy_row,
+    bank_expert, bank_row, E, R, D, INNER, max_tiles,
+    TOP_K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, PERSISTENT: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """dz~ and, from it, dpre [R, 2I], act = w z [R, I] again, and part[block, row] of dw."""
+    blocks = tl.cdiv(INNER, COLS)
+    if PERSISTENT:
+        tiles = tl.load(start_ptr + E)
+        for item in tl.range(tl.program_id(0), tiles * blocks, tl.num_programs(0), flatten=True):
+            tile, block = place_of(item, tiles, blocks, GROUP)
+            gate_tile(
+                dy_ptr, down_ptr, pre_ptr, weight_ptr, dpre_ptr, act_ptr, part_ptr, order_ptr, map_ptr, dy_row,
+                bank_expert, bank_row, R, D, INNER, tile, block, TOP_K, ROWS, COLS, DEPTH, EVEN_K, EVEN_N, PRECISION,
+                PIECE,
+            )  # fmt: skip
+    else:
+        tile, block = place_of(tl.program_id(0), max_tiles, blocks, GROUP)
+        if is_idle(map_ptr, tile, E):
+            return
+        gate_tile(
+            dy_ptr, down_ptr, pre_ptr, weight_ptr, dpre_ptr, act_ptr, part_ptr, order_ptr, map_ptr, dy_row,
+            bank_expert, bank_row, R, D, INNER, tile, block, TOP_K, ROWS, COLS, DEPTH, EVEN_K, EVEN_N, PRECISION, PIECE,
+        )  # fmt: skip
 
 
 @triton.jit

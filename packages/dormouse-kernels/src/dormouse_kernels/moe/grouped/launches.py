@@ -27,12 +27,13 @@ def multiply(
     out = torch.empty(routing.order.numel(), n, dtype=a.dtype, device=a.device)
     launch(
         forward.multiply_rows,
-        (tile_map.max_tiles * -(-n // tile.cols),),
+        (_programs(tile, tile_map.max_tiles * -(-n // tile.cols), a.device),),
         {
             "a_ptr": a, "b_ptr": b, "out_ptr": out, "order_ptr": routing.order, "map_ptr": tile_map.tiles,
-            "a_row": a.stride(0), "a_col": a.stride(1), "b_expert": b.stride(0), "b_row": b.stride(1),
-            "b_col": b.stride(2), "E": b.shape[0], "K": k, "N": n, "max_tiles": tile_map.max_tiles, "SOURCE": source,
-            "TARGET": target, "TOP_K": routing.top_k, **_blocks(tile, k, n, a.dtype),
+            "start_ptr": tile_map.start, "a_row": a.stride(0), "a_col": a.stride(1), "b_expert": b.stride(0),
+            "b_row": b.stride(1), "b_col": b.stride(2), "E": b.shape[0], "K": k, "N": n,
+            "max_tiles": tile_map.max_tiles, "SOURCE": source, "TARGET": target, "TOP_K": routing.top_k,
+            **_blocks(tile, k, n, a.dtype, out.shape[0]),
         },
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -52,8 +53,8 @@ def wgrad(
 ) -> None:
     """Writes out [E, K, N] = Σ over an expert's rows of aᵀ g, or adds it there. a and g of one dtype."""
     experts, k, n = out.shape
-    blocks = _blocks(tile, k, n, a.dtype)
-    del blocks["GROUP"]
+    blocks = _blocks(tile, k, n, a.dtype, 0)
+    del blocks["GROUP"], blocks["PERSISTENT"]
     launch(
         backward.bank_gradients,
         (experts * -(-k // tile.rows) * -(-n // tile.cols),),
@@ -80,12 +81,12 @@ def gated(
     act = torch.empty(slots, inner, dtype=x.dtype, device=x.device)
     launch(
         forward.gated_rows,
-        (tile_map.max_tiles * -(-inner // tile.cols),),
+        (_programs(tile, tile_map.max_tiles * -(-inner // tile.cols), x.device),),
         {
             "x_ptr": x, "gate_up_ptr": gate_up, "weight_ptr": weights, "pre_ptr": pre, "act_ptr": act,
-            "order_ptr": routing.order, "map_ptr": tile_map.tiles, "x_row": x.stride(0),
+            "order_ptr": routing.order, "map_ptr": tile_map.tiles, "start_ptr": tile_map.start, "x_row": x.stride(0),
             "bank_expert": gate_up.stride(0), "bank_row": gate_up.stride(1), "E": experts, "D": width, "INNER": inner,
-            "max_tiles": tile_map.max_tiles, "TOP_K": routing.top_k, **_blocks(tile, width, inner, x.dtype),
+            "max_tiles": tile_map.max_tiles, "TOP_K": routing.top_k, **_blocks(tile, width, inner, x.dtype, slots),
         },
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -110,13 +111,14 @@ def gate_gradients(
     parts = torch.empty(blocks, slots, dtype=torch.float32, device=pre.device)
     launch(
         backward.gate_gradients,
-        (tile_map.max_tiles * blocks,),
+        (_programs(tile, tile_map.max_tiles * blocks, pre.device),),
         {
             "dy_ptr": dy, "down_ptr": down, "pre_ptr": pre, "weight_ptr": weights, "dpre_ptr": dpre, "act_ptr": act,
-            "part_ptr": parts, "order_ptr": routing.order, "map_ptr": tile_map.tiles, "dy_row": dy.stride(0),
+            "part_ptr": parts, "order_ptr": routing.order, "map_ptr": tile_map.tiles,
+            "start_ptr": tile_map.start, "dy_row": dy.stride(0),
             "bank_expert": down.stride(0), "bank_row": down.stride(1), "E": experts, "R": slots, "D": width,
             "INNER": inner, "max_tiles": tile_map.max_tiles, "TOP_K": routing.top_k,
-            "PIECE": tile.piece, **_blocks(tile, width, inner, pre.dtype),
+            "PIECE": tile.piece, **_blocks(tile, width, inner, pre.dtype, slots),
         },
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -144,10 +146,20 @@ def sum_by_token(rows: torch.Tensor, routing: Routing, dtype: torch.dtype) -> to
     return out
 
 
-def _blocks(tile: Tile, k: int, n: int, dtype: torch.dtype) -> dict[str, Any]:
+def _programs(tile: Tile, items: int, device: torch.device) -> int:
+    if not tile.persistent:
+        return items
+    cuda = device.type == "cuda"
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 2
+    return min(items, tile.persistent * multiprocessors)
+
+
+def _blocks(tile: Tile, k: int, n: int, dtype: torch.dtype, slots: int) -> dict[str, Any]:
     # fp32 operands: exact products, never tf32; the word means nothing to narrower ones
     precision = "ieee" if dtype == torch.float32 else "tf32"
     return {
         "ROWS": tile.rows, "COLS": tile.cols, "DEPTH": tile.depth, "GROUP": tile.group,
         "EVEN_K": k % tile.depth == 0, "EVEN_N": n % tile.cols == 0, "PRECISION": precision,
+        # an idle tile of a persistent program reads a row: there must be one
+        "PERSISTENT": tile.persistent > 0 and slots > 0,
     }  # fmt: skip

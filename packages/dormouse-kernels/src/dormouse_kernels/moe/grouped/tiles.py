@@ -20,6 +20,8 @@ class Tile:
     """Tiles that go through their columns together."""
     piece: int = 32
     """Columns at a time that go through the GLU's gradient, which would not fit in the registers whole."""
+    persistent: int = 0
+    """Programs a multiprocessor that take tile after tile; 0: a program a tile. Not for weight gradients."""
 
 
 @dataclass(frozen=True)
