@@ -116,7 +116,6 @@ MISTAKES = {
         "RUN: . is not a run, as it holds no config.toml; give the folder of a run, such as begun",
     ),
     "eval of no run": (["dormouse", "eval", "new"], "RUN: new does not exist"),
-    "eval of missing data": (["dormouse", "eval", "new", "--data", "nothing.txt"], "nothing.txt does not exist"),
     "eval of test and data": (
         ["dormouse", "eval", "new", "--test", "--data", "words.txt"],
         "--test: --data gives",
