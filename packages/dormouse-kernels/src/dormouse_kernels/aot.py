@@ -102,7 +102,7 @@ def shared_limit(arch: int) -> int:
 def compile_kernels(builds: Sequence[Build]) -> list[Compiled]:
     """Compiles each build, in order; needs no GPU.
 
-    In this process, or, where `TRITON_INTERPRET` made the kernels interpreted ones, in one subprocess for all: there
+    In this process, or, where `TRITON_INTERPRET` made the kernels interpreted ones, in a subprocess a core: there
     a kernel is found again by its file and name, so it must be defined at the top level of a file.
     Errors: `CompileError` for the first that does not compile; `TypeError` for something that is no Triton kernel.
     """
@@ -197,6 +197,24 @@ def _cuobjdump(option: str, cubin: Path) -> str:
 
 
 def _compile_in_subprocess(builds: Sequence[Build]) -> list[Compiled]:
+    """In as many processes as there are cores, since most of the work is one thread's."""
+    count = min(os.cpu_count() or 1, len(builds))
+    compiled: list[Compiled | None] = [None] * len(builds)
+    with tempfile.TemporaryDirectory() as folder:
+        shares = [(Path(folder) / str(part), builds[part::count]) for part in range(count)]
+        processes = [_compiling(*share) for share in shares]
+        try:
+            for part, process in enumerate(processes):
+                compiled[part::count] = _answered(shares[part][0], process)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    return [each for each in compiled if each is not None]
+
+
+def _compiling(path: Path, builds: Sequence[Build]) -> subprocess.Popen[str]:
+    """A process that builds these and writes the results to `path`."""
     requests = [
         (inspect.getsourcefile(b.kernel.fn), b.kernel.fn.__module__, b.kernel.fn.__qualname__, dict(b.arguments),
          b.arch, b.num_warps, b.num_stages)
@@ -204,14 +222,21 @@ def _compile_in_subprocess(builds: Sequence[Build]) -> list[Compiled]:
     ]  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    with tempfile.TemporaryDirectory() as folder:
-        asked, answered = Path(folder) / "asked", Path(folder) / "answered"
-        asked.write_bytes(pickle.dumps(requests))
-        command = [sys.executable, "-m", "dormouse_kernels.aot", str(asked), str(answered)]
-        ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if not answered.exists():
-            raise CompileError(f"the compiling process left with {ran.returncode}: {ran.stderr[-2000:]}")
-        result = pickle.loads(answered.read_bytes())
+    asked = path.with_suffix(".asked")
+    asked.write_bytes(pickle.dumps(requests))
+    command = [sys.executable, "-m", "dormouse_kernels.aot", str(asked), str(path)]
+    # to a file: a pipe that nobody reads yet would fill and stop the process
+    with path.with_suffix(".errors").open("w") as errors:
+        return subprocess.Popen(command, env=environment, stdout=errors, stderr=errors, text=True)
+
+
+def _answered(path: Path, process: subprocess.Popen[str]) -> list[Compiled]:
+    """What a process built. Errors: `CompileError` with its reason, or with its last words where it left none."""
+    code = process.wait()
+    if not path.exists():
+        words = path.with_suffix(".errors").read_text()[-2000:]
+        raise CompileError(f"the compiling process left with {code}: {words}")
+    result = pickle.loads(path.read_bytes())
     if isinstance(result, str):
         raise CompileError(result)
     return result

@@ -14,7 +14,7 @@ from time import perf_counter
 import torch
 from dormouse_kernels import Counters
 from dormouse_model import Dormouse, generate
-from dormouse_model.generation import NonFiniteLogits
+from dormouse_model.sampling import NonFiniteLogits
 from dormouse_model.weights import install, weights_file
 
 from dormouse_train import events
