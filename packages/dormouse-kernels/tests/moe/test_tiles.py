@@ -74,7 +74,7 @@ def test_tiles_that_no_kernel_could_have_are_refused_by_name(latent_case, given,
 def test_a_size_of_one_launch_is_named_with_the_launch(latent_case):
     case = latent_case()
     given = replace(GROUPED, down=replace(GROUPED.down, warps=3))
-    with pytest.raises(ValueError, match=r"glu_experts: tiles.down.warps is 3; pass a power of two"):
+    with pytest.raises(ValueError, match=r"glu_experts: tiles\.down\.warps is 3; pass a power of two"):
         glu_experts(case.hidden_states, case.gate_up_proj, case.gate_up_proj[:, :16].mT.contiguous(), case.top_k_index,
                     case.top_k_weights, tiles=given)  # fmt: skip
 

@@ -25,6 +25,8 @@ def test_the_grid_is_the_row_and_one_change_at_a_time():
     assert latent["grad_v_pieces=2"] == replace(SM_120, grad_v_pieces=2)
     assert not any(name.startswith(("pdl", "long_programs")) for name in latent)
     grouped = grid(GROUPED, "up.")
+    assert "up.persistent=1" in grouped
+    assert not any("persistent" in name for name in grid(GROUPED, "grad_"))
     assert grouped["up.rows=64"] == replace(GROUPED, up=replace(GROUPED.up, rows=64))
     assert all(name == TABLE or name.startswith("up.") for name in grouped)
     assert len(set(grouped.values())) == len(grouped) > 5

@@ -104,8 +104,8 @@ def check_indices_in_range(op: str, routing: Routing) -> None:
         )
 
 
-_COUNTS = ("stages", "splits", "programs", "group")
-"""Endings of the names of tile sizes that may be any number from 1 on; all others are powers of two."""
+_LEAST = {"stages": 1, "splits": 1, "programs": 1, "group": 1, "persistent": 0}
+"""The least of the tile sizes that may be any number, by the ending of their names; all others are powers of two."""
 
 
 def check_tiles(op: str, tiles: Any, kind: type, within: str = "tiles") -> None:
@@ -120,6 +120,9 @@ def check_tiles(op: str, tiles: Any, kind: type, within: str = "tiles") -> None:
             check_tiles(op, size, type(size), name)
         elif field.name.endswith("pieces") and size not in (1, 2):
             raise ValueError(f"{op}: {name} is {size}; pass 1 or 2")
-        elif not isinstance(size, bool) and (size < 1 or (not field.name.endswith(_COUNTS) and size & (size - 1))):
-            mend = "at least 1" if field.name.endswith(_COUNTS) else "a power of two"
-            raise ValueError(f"{op}: {name} is {size}; pass {mend}")
+        elif not isinstance(size, bool):
+            least = next((least for ending, least in _LEAST.items() if field.name.endswith(ending)), None)
+            if least is None and (size < 1 or size & (size - 1)):
+                raise ValueError(f"{op}: {name} is {size}; pass a power of two")
+            if least is not None and size < least:
+                raise ValueError(f"{op}: {name} is {size}; pass at least {least}")

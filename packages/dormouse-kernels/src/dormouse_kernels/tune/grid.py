@@ -27,6 +27,9 @@ def _changes(sizes: Any) -> dict[str, Any]:
             continue
         if is_dataclass(size):
             inner = _changes(size)
+            if field.name.startswith("grad_"):
+                # the weight gradients' kernel has no persistent programs
+                inner = {name: part for name, part in inner.items() if not name.startswith("persistent")}
             found |= {f"{field.name}.{name}": replace(sizes, **{field.name: part}) for name, part in inner.items()}
         else:
             near = _neighbours(field.name, size)
@@ -41,6 +44,8 @@ def _neighbours(name: str, size: int) -> list[int]:
         return [3 - size]
     if name.endswith("stages"):
         return [stages for stages in (size - 1, size + 1) if stages]
+    if name == "persistent":
+        return [programs for programs in (size - 1, size + 1) if programs >= 0]
     if name.endswith("warps"):
         return [warps for warps in (size // 2, size * 2) if 2 <= warps <= 8]
     least = 1 if name.endswith("splits") else _LEAST_BLOCK
