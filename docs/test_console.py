@@ -26,10 +26,13 @@ PLAIN = "test_a_plain_command_prints_its_tables_and_fails_only_for_a_gpu_row_tha
 TUNE = "packages/dormouse-kernels/tests/tune/test_tune.py"
 COMPILE_ONLY = "test_compile_only_prints_a_table_and_writes_what_a_call_takes"
 RUN_BY = {
+    r'git clone "\$REPOSITORY" dormouse': "docs/test_fresh.py::test_a_clone_is_made_as_shown",
+    r"cd dormouse": "docs/test_fresh.py::test_a_clone_is_made_as_shown",
     r"python -m dormouse_kernels.tune latent_glu_experts --compile-only --arch 120 .*": f"{TUNE}::{COMPILE_ONLY}",
-    r"pip install uv": "docs/test_workspace.py::test_ci_first_installs_an_accepted_uv_where_it_is_missing",
     r"uv build --package dormouse-kernels": "docs/test_fresh.py::test_the_kernels_alone_from_a_wheel",
+    r"mkdir \.\./elsewhere": "docs/test_fresh.py::test_the_kernels_alone_from_a_wheel",
     r"cd \.\./elsewhere": "docs/test_fresh.py::test_the_kernels_alone_from_a_wheel",
+    r"uv init --bare": "docs/test_fresh.py::test_the_kernels_alone_from_a_wheel",
     r"uv add \.\./dormouse/dist/\S+": "docs/test_fresh.py::test_the_kernels_alone_from_a_wheel",
     r'uv add "dormouse-kernels @ git\+\S+"': "docs/test_fresh.py::test_the_kernels_alone_from_git",
     r"export PYTHONPATH=packages/dormouse-kernels/src": f"docs/test_proof.py::{PLAIN}",
@@ -71,11 +74,11 @@ def parse(command: Any, name: str, words: list[str], parent: Any = None) -> None
 
 
 def without_uv(words: list[str]) -> list[str]:
-    """`uv run --package X --group Y script ...` as `script ...`."""
+    """`uv run --project P --package X --group Y --extra Z script ...` as `script ...`."""
     if words[:2] != ["uv", "run"]:
         return words
     rest = words[2:]
-    while rest[0] in ("--package", "--group"):
+    while rest[0] in ("--project", "--package", "--group", "--extra"):
         rest = rest[2:]
     return rest
 

@@ -16,10 +16,7 @@ from pages import ROOT, commands_of, python_of
 README = (ROOT / "README.md").read_text()
 ROOT_UV = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]
 # The other project has this workspace's pins, so that a test downloads no second torch.
-ELSEWHERE = f"""[project]
-name = "elsewhere"
-version = "1"
-requires-python = ">=3.11"
+PINS = f"""
 [tool.uv]
 constraint-dependencies = {json.dumps(ROOT_UV["constraint-dependencies"])}
 environments = {json.dumps(ROOT_UV["environments"])}
@@ -54,8 +51,6 @@ def clone(tmp_path_factory) -> Path:
 def elsewhere(clone) -> Path:
     folder = clone.parent / "elsewhere"
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    (folder / "pyproject.toml").write_text(ELSEWHERE)
     return folder
 
 
@@ -72,12 +67,26 @@ def the_readme_runs_from_site_packages(project: Path) -> None:
     assert f"{project}/.venv/lib/" in shell(["uv run --no-sync python example.py"], project)
 
 
+def test_a_clone_is_made_as_shown(clone, tmp_path):
+    where = shell(
+        [*shown("git clone", "cd dormouse"), "pwd", "git status --short"], tmp_path, REPOSITORY=f"file://{clone}"
+    )
+    assert where.split() == [str(tmp_path / "dormouse")]
+
+
 def test_the_kernels_alone_from_a_wheel(clone, elsewhere):
-    shell(shown("uv build", "cd ../elsewhere", "uv add ../dormouse/dist/"), clone)
+    shell(shown("uv build", "mkdir ../elsewhere", "cd ../elsewhere", "uv init --bare"), clone)
+    with (elsewhere / "pyproject.toml").open("a") as file:
+        file.write(PINS)
+    shell(shown("uv add ../dormouse/dist/"), elsewhere)
     the_readme_runs_from_site_packages(elsewhere)
 
 
 def test_the_kernels_alone_from_git(clone, elsewhere):
+    elsewhere.mkdir()
+    shell(["uv init --bare"], elsewhere)
+    with (elsewhere / "pyproject.toml").open("a") as file:
+        file.write(PINS)
     shell(shown('uv add "dormouse-kernels @ git+'), elsewhere, REPOSITORY=f"file://{clone}")
     the_readme_runs_from_site_packages(elsewhere)
 

@@ -31,7 +31,7 @@ def matmul(planted, arch, *, n=4096, tile=(128, 256, 64), num_warps=8, num_stage
 
 @pytest.fixture(scope="module")
 def built(planted):
-    """Every build of this file in one go: where the kernels are interpreted it is one subprocess."""
+    """Every build of this file in one go: where the kernels are interpreted it is a subprocess a core."""
     small = {"tile": (64, 128, 32), "num_warps": 4, "num_stages": 3}
     square = {"a": Pointer(torch.float32), "b": Pointer(torch.float32), "c": Pointer(torch.float32), "SIDE": 32}
     offsets = {"index": Pointer(torch.int32), "stride": Pointer(torch.int32), "out": Pointer(torch.int64), "WIDE": True}

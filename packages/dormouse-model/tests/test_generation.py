@@ -7,7 +7,8 @@ import pytest
 import torch
 from dormouse_kernels import Counters
 from dormouse_model import Dormouse, State, generate
-from dormouse_model.generation import PREFILL, NonFiniteLogits, read
+from dormouse_model.generation import PREFILL, read
+from dormouse_model.sampling import NonFiniteLogits
 
 BOUND = 2e-5
 """Largest difference of a logit between the cache and the parallel forward, in fp32, for logits of order 1."""

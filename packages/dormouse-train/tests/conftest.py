@@ -85,6 +85,7 @@ class Commands:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            errors="surrogateescape",
         )
 
     def environment(self) -> dict[str, str]:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from dormouse_model.config import named_configs
 from dormouse_model.kda.selection import FallbackRefused
 from dormouse_train.cli import _sentence
 
@@ -51,6 +52,17 @@ def test_train_is_the_same_as_dormouse_train(command):
         assert option in alone
 
 
+def test_the_list_of_commands_cuts_no_line_short(command):
+    assert "..." not in command("dormouse", "--help").out.partition("Commands:")[2]
+
+
+def test_help_names_every_configuration_and_the_page_of_the_keys(command):
+    text = command("train", "--help").out
+    listed = " ".join(text.split())
+    assert all(f"{name}, " in listed for name in named_configs())
+    assert "docs/train.md" in text
+
+
 TRAIN = ["train", "--config", "tiny.toml", "--data", "words.txt", "--run", "new"]
 MISTAKES = {
     "unknown option": (["train", "--stpes", "3"], "--stpes"),
@@ -68,7 +80,11 @@ MISTAKES = {
         "train.seq = 32 needs 33",
     ),
     "unknown configuration": (["train", "--config", "nanno", "--run", "new"], "did you mean 'nano'"),
-    "missing configuration": (["train", "--config", "none.toml", "--run", "new"], "none.toml"),
+    "missing configuration": (
+        ["train", "--config", "none.toml", "--run", "new"],
+        "'none.toml' is neither a named configuration nor a file; "
+        "give b1, medium, nano, small or the path of a TOML file",
+    ),
     "unknown key": ([*TRAIN, "--set", "train.stesp=3"], "did you mean 'train.steps'"),
     "wrong value": ([*TRAIN, "--set", "train.batch=0"], "'train.batch', got 0"),
     "no steps": ([*TRAIN, "--steps", "0"], "'train.steps', got 0"),
@@ -100,7 +116,6 @@ MISTAKES = {
         "RUN: . is not a run, as it holds no config.toml; give the folder of a run, such as begun",
     ),
     "eval of no run": (["dormouse", "eval", "new"], "RUN: new does not exist"),
-    "eval of missing data": (["dormouse", "eval", "new", "--data", "nothing.txt"], "nothing.txt does not exist"),
     "eval of test and data": (
         ["dormouse", "eval", "new", "--test", "--data", "words.txt"],
         "--test: --data gives",

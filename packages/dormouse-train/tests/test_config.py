@@ -115,7 +115,7 @@ def test_a_wrong_key_or_value_is_refused_with_the_mend(sets: list[str], says: st
 
 
 def test_an_empty_name_is_not_the_default():
-    with pytest.raises(ConfigError, match=r"'' is neither a named configuration nor a file; the names are .*nano"):
+    with pytest.raises(ConfigError, match=r"'' is neither a named configuration nor a file; give .*nano"):
         load_config("")
 
 

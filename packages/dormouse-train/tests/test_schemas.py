@@ -37,7 +37,7 @@ def test_the_page_shows_the_default_of_every_key(section: str):
     shown = {}
     for keys, default, _ in (row for row in rows("Configuration") if f"`{section}." in row[0]):
         names = re.findall(r"`([a-z]+\.[a-z_]+)`", keys)
-        values = json.loads(f"[{default.replace('`', '')}]") if default else []
+        values = json.loads(f"[{default.replace('`', '').replace('none', 'null')}]") if default else []
         shown |= dict(zip(names, values, strict=False))
     for name, value in defaults.model_dump(mode="json").items():
         assert shown[f"{section}.{name}"] == value, name
@@ -71,3 +71,9 @@ def test_the_page_lists_every_key_of_the_manifest_of_the_data(finished):
     stored = json.loads((finished[0] / "data.json").read_text())
     words = set(re.findall(r"`([a-z_0-9]+)`", section("The run folder")))
     assert stored.keys() | stored["files"][0].keys() <= words
+
+
+def test_the_page_lists_every_key_of_the_report(finished):
+    stored = json.loads((finished[0] / "report.json").read_text())
+    words = set(re.findall(r"`([a-z_0-9]+)`", section("report.json")))
+    assert stored.keys() | stored["baselines"].keys() == words

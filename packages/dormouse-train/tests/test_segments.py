@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -100,6 +101,41 @@ def embedded(model: Dormouse) -> list[Tensor]:
 
     model.embedding.register_forward_hook(keep)
     return seen
+
+
+class _Counted:
+    """Lives as long as what it stands beside."""
+
+
+class Saved:
+    """Numbers that autograd holds for a backward, and the most that it ever held."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def pack(self, held: Tensor) -> tuple[Tensor, object]:
+        numbers, counted = held.numel(), _Counted()
+        self.add(numbers)
+        weakref.finalize(counted, self.add, -numbers)
+        return held, counted
+
+    def add(self, numbers: int) -> None:
+        self.now += numbers
+        self.most = max(self.most, self.now)
+
+
+@pytest.mark.parametrize(("carry", "most"), [("reset", 0.35), ("tbptt", 0.35), ("full", 1.2)])
+def test_what_is_held_for_a_backward_is_of_a_segment_unless_gradients_pass_it(carry: str, most: float) -> None:
+    held = {}
+    for name, sets in {"whole": [], "segments": ["train.segment=64", f"train.carry={carry}"]}.items():
+        config, saved = configured("train.seq=256", *sets), Saved()
+        model = Dormouse(config.architecture)
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda packed: packed[0]):
+            add_gradients(model, rows_of(8, 256), nowhere(8), None, config)
+        held[name] = saved.most
+    print(held)
+    assert 0 < held["segments"] < most * held["whole"]
+    assert carry != "full" or held["segments"] > 0.8 * held["whole"]
 
 
 @pytest.mark.parametrize(("carry", "reaches"), [("tbptt", False), ("full", True)])
@@ -220,6 +256,21 @@ def test_micro_batches_carry_their_own_rows() -> None:
         assert one[0] == other[0]
         torch.testing.assert_close(one[1], other[1], rtol=1e-4, atol=1e-6)
         assert bool(one[1].any()) == (one[0] != "engram"), "tables begin as zeros"
+
+
+@pytest.mark.parametrize(("carry", "cut_there"), [("tbptt", True), ("reset", False)])
+def test_a_step_cuts_its_rows_at_documents_where_a_state_is_handed_on(carry: str, cut_there: bool) -> None:
+    view = ByteView([TEXT[:801]], np.arange(0, 801, 50))
+    training = Training(f"train.carry={carry}", view=view)
+    lengths: list[int] = []
+    training.model.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
+    for step in range(5):
+        lengths.clear()
+        training.step(step)
+        starts = training.batches.starts(step)
+        places = {-start % 50 for start in starts if 0 < -start % 50 < 16}
+        edges = [0, *sorted(places), 16] if cut_there else [0, 16]
+        assert lengths == np.diff(edges).tolist()
 
 
 def test_a_row_that_comes_round_starts_anew() -> None:

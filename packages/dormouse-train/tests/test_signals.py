@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import os
+import pty
 import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 
 import pytest
 from dormouse_train.signals import Signals
@@ -30,6 +33,14 @@ try:
     time.sleep(30)
 except BaseException:
     print("swallowed", flush=True)
+"""
+
+
+INTERRUPTED = """
+import signal
+from dormouse_train.signals import leave_on_signals
+leave_on_signals()
+signal.raise_signal(signal.SIGINT)
 """
 
 
@@ -76,6 +87,20 @@ def test_a_signal_during_start_up_leaves_without_a_traceback(number: signal.Sign
     process.send_signal(number)
     out, _ = process.communicate(timeout=10)
     assert (out, process.returncode) == ("", code)
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_leaving_at_once_gives_a_terminal_its_cursor_back(stream: str):
+    ours, theirs = pty.openpty()
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | {stream: theirs}
+    process = subprocess.Popen([sys.executable, "-c", INTERRUPTED], stdout=piped["stdout"], stderr=piped["stderr"])
+    os.close(theirs)
+    seen = b""
+    with suppress(OSError):  # the end of a terminal
+        while part := os.read(ours, 4096):
+            seen += part
+    assert process.wait(20) == 130
+    assert b"\x1b[?25h" in seen
 
 
 def test_the_handlers_before_are_put_back():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
+import signal
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import dormouse_train
 import pytest
@@ -16,6 +19,7 @@ from dormouse_train import loop, start
 from dormouse_train.checkpoint import Checkpoint
 from dormouse_train.commands import evaluate, generate, info
 from dormouse_train.config import load_config
+from dormouse_train.console import Console
 from dormouse_train.errors import UserError
 from dormouse_train.metrics import read
 from safetensors.torch import load_file
@@ -74,7 +78,8 @@ def test_train_returns_the_score_that_the_run_wrote_and_prints_nothing(capsys: p
 def test_without_a_name_it_is_nano_on_a_cpu_and_small_on_cuda(device, asked, experts, monkeypatch):
     begun = []
     monkeypatch.setattr(start, "settled", lambda wanted: device)
-    monkeypatch.setattr(start, "_loop", lambda config, *_, **__: begun.append(config))
+    ended = loop.Result(0, 1, Path("run"))
+    monkeypatch.setattr(start, "_loop", lambda config, *_, **__: begun.append(config) or ended)
     keys = {"data.paths": ["words.txt"], "train.batch": 2, "train.seq": 64, "log.every": 7}
     dormouse_train.train(asked, run="run", overrides=keys)
     (config,) = begun
@@ -84,7 +89,8 @@ def test_without_a_name_it_is_nano_on_a_cpu_and_small_on_cuda(device, asked, exp
 
 def test_what_small_could_not_be_is_no_error_of_a_run_on_a_cpu(monkeypatch):
     monkeypatch.setattr(start, "settled", lambda wanted: "cpu")
-    monkeypatch.setattr(start, "_loop", lambda config, *_, **__: None)
+    ended = loop.Result(0, 1, Path("run"))
+    monkeypatch.setattr(start, "_loop", lambda *_, **__: ended)
     keys = {"data.paths": ["words.txt"], "train.batch": 2, "train.seq": 64, "experts.d_ffn": 64}
     dormouse_train.train(run="run", overrides=keys)
     monkeypatch.setattr(start, "settled", lambda wanted: "cuda")
@@ -213,6 +219,32 @@ def test_a_folder_with_anything_of_the_users_is_not_a_killed_start(mine: str):
     assert file.read_text() == "mine"
 
 
+@pytest.mark.parametrize("there", ["no folder", "an empty folder", "a run of no step"])
+def test_a_stop_before_the_first_step_leaves_what_was_there(there: str, monkeypatch: pytest.MonkeyPatch, capfd):
+    run, real = Path("run"), loop.Dormouse
+
+    def stopping(*arguments: Any, **options: Any) -> object:
+        os.kill(os.getpid(), signal.SIGINT)
+        return real(*arguments, **options)
+
+    if there != "no folder":
+        run.mkdir()
+    if there == "a run of no step":
+        train("run", train_steps=2)
+        shutil.rmtree(run / "checkpoints")
+    before = sorted(path.name for path in run.iterdir()) if run.exists() else None
+    monkeypatch.setattr(loop, "Dormouse", stopping)
+    begun, console = there == "a run of no step", Console(io.StringIO())
+    words = {"data.paths": [str(Path("words.txt").absolute())]}
+    result = dormouse_train.train(
+        None if begun else "tiny.toml", run=run, resume=begun, overrides=words, console=console
+    )
+    assert (result.exit_code, result.step) == (130, 0)
+    assert (sorted(path.name for path in run.iterdir()) if run.exists() else None) == before
+    says = "the run is as it was" if begun else "the first step; nothing was kept"
+    assert says in capfd.readouterr().err
+
+
 def test_an_empty_folder_of_the_users_stays_when_a_run_cannot_begin():
     Path("run").mkdir()
     with pytest.raises(UserError, match="does not exist"):
@@ -220,22 +252,45 @@ def test_an_empty_folder_of_the_users_stays_when_a_run_cannot_begin():
     assert list(Path("run").iterdir()) == []
 
 
-def test_a_finished_run_resumed_changes_nothing_but_scores_again():
+def test_a_finished_run_resumed_shows_what_it_came_to_and_computes_nothing(monkeypatch: pytest.MonkeyPatch):
     first = train("run", train_steps=2)
-    again = dormouse_train.train(run="run", resume=True)
-    assert (again.step, again.heldout_bpb) == (2, first.heldout_bpb)
+    Path("words.txt").unlink()
+    for name in ("train", "evaluate", "measure", "Dormouse"):
+        monkeypatch.setattr(loop, name, None)
+    monkeypatch.setattr(start, "open_corpus", None)
+    shown = io.StringIO()
+    assert dormouse_train.train(run="run", resume=True, console=Console(shown)) == first
+    told = shown.getvalue()
+    assert told.startswith("run run is finished, at step 2 of 2; nothing is left to do\nstep 2  held-out ")
+    assert f"this model                   {first.heldout_bpb:.3f}" in told
+    assert "xz(train+held) - xz(train)" in told
 
 
-def test_other_bytes_are_scored_whole_and_a_seed_repeats_what_is_written(copied: Path, capsys):
+@pytest.mark.parametrize("left", ["no report", "half a report", "another window"])
+def test_a_run_whose_end_was_not_reported_as_asked_is_scored_again(left: str):
+    first = train("run", train_steps=2)
+    report = Path("run") / "report.json"
+    kept = report.read_text()
+    if left == "no report":
+        report.unlink()
+    elif left == "half a report":
+        report.write_text(kept[:50])
+    window = {"eval.final_window_bytes": 300} if left == "another window" else {}
+    again = dormouse_train.train(run="run", resume=True, overrides=window)
+    assert again.window_bytes == (300 if window else first.window_bytes)
+    assert report.read_text() == kept if not window else report.read_text() != kept
+
+
+def test_other_bytes_are_scored_whole_and_a_seed_repeats_what_is_written(copied: Path, capsysbinary):
     Path("other.txt").write_bytes(bytes(1000))
     evaluate.command(copied, ["other.txt"])
-    assert capsys.readouterr().out.endswith(" BPB over 1,000 bytes (other.txt)\n")
+    assert capsysbinary.readouterr().out.endswith(b" BPB over 1,000 bytes (other.txt)\n")
     evaluate.command(copied, ["other.txt"], 300)
-    assert capsys.readouterr().out.endswith(" BPB over 300 bytes (other.txt)\n")
+    assert capsysbinary.readouterr().out.endswith(b" BPB over 300 bytes (other.txt)\n")
     texts = []
     for seed in (1, 1, 2):
         generate.command(copied, b"the ", 40, temperature=1.5, seed=seed)
-        texts.append(capsys.readouterr().out)
+        texts.append(capsysbinary.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
 
 
@@ -306,6 +361,7 @@ def test_a_full_memory_tells_a_resume_to_change_nothing_that_it_would_refuse(key
         raise MemoryError
 
     train("run", train_steps=1)
+    (Path("run") / "report.json").unlink()
     monkeypatch.setattr(loop, "train", full)
     with pytest.raises(UserError) as told:
         dormouse_train.train(run="run", resume=True)
@@ -320,6 +376,7 @@ def test_a_full_memory_tells_a_resume_to_change_nothing_that_it_would_refuse(key
 def test_the_data_are_opened_once_at_a_start(resume: bool, monkeypatch: pytest.MonkeyPatch):
     if resume:
         train("run", train_steps=1)
+        (Path("run") / "report.json").unlink()
     opened = []
     for module in (start, loop):
         real = module.open_corpus

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -103,7 +104,7 @@ def shared_limit(arch: int) -> int:
 def compile_kernels(builds: Sequence[Build]) -> list[Compiled]:
     """Compiles each build, in order; needs no GPU.
 
-    In this process, or, where `TRITON_INTERPRET` made the kernels interpreted ones, in one subprocess for all: there
+    In this process, or, where `TRITON_INTERPRET` made the kernels interpreted ones, in a subprocess a core: there
     a kernel is found again by its file and name, so it must be defined at the top level of a file.
     Errors: `CompileError` for the first that does not compile; `TypeError` for something that is no Triton kernel.
     """
@@ -203,11 +204,24 @@ def _cuobjdump(option: str, cubin: Path) -> str:
 
 
 def compile_each(builds: Sequence[Build]) -> list[Compiled | CompileError]:
-    """Compiles every build, in order, in a process beside this one: a failure is its entry, and the rest goes on.
+    """Compiles every build, in order, in processes beside this one: a failure is its entry, and the rest goes on.
 
-    A compiler that crashes is such a failure too: another process goes on after the build that it died of. A kernel
-    is found again by its file and name, so it must be defined at the top level of a file.
+    A process a core, since most of the work is one thread's. A compiler that crashes is such a failure too: another
+    process goes on after the build that it died of. A kernel is found again by its file and name, so it must be
+    defined at the top level of a file.
     """
+    if not builds:
+        return []
+    count = min(os.cpu_count() or 1, len(builds))
+    results: list[Compiled | CompileError] = [CompileError("not compiled")] * len(builds)
+    with ThreadPoolExecutor(count) as pool:
+        for part, made in enumerate(pool.map(_compile_share, [builds[part::count] for part in range(count)])):
+            results[part::count] = made
+    return results
+
+
+def _compile_share(builds: Sequence[Build]) -> list[Compiled | CompileError]:
+    """The builds of one core, one after the other."""
     requests = [
         (inspect.getsourcefile(b.kernel.fn), b.kernel.fn.__module__, b.kernel.fn.__qualname__, dict(b.arguments),
          b.arch, b.num_warps, b.num_stages)

@@ -99,10 +99,9 @@ def test_banks_narrower_than_the_tokens_are_promoted(fp32_case):
 def test_sums_over_an_experts_rows_do_not_stall_in_half_precision():
     """One upstream row of 1 and 256 of 2⁻¹², whose sum fp16 would leave at 1: 17 tiles of the interpreter's."""
     T, r = 257, 16
-    options = {"dtype": torch.float16, "device": DEVICE}
-    hidden, gate_up = torch.ones(T, 16, **options), torch.full((1, 2 * r, 16), 1 / 16, **options)
-    scale = torch.ones(1, 2 * r, **options).requires_grad_()
-    v = torch.eye(r, **options).unsqueeze(0).requires_grad_()
+    hidden, gate_up = torch.ones(T, 16).half().to(DEVICE), torch.full((1, 2 * r, 16), 1 / 16).half().to(DEVICE)
+    scale = torch.ones(1, 2 * r).half().to(DEVICE).requires_grad_()
+    v = torch.eye(r).half().to(DEVICE).unsqueeze(0).requires_grad_()
     index = torch.zeros(T, 1, dtype=torch.int64, device=DEVICE)
     weights = torch.ones(T, 1, device=DEVICE)
     out = latent_glu_experts(hidden, gate_up, scale, v, index, weights, implementation="triton")

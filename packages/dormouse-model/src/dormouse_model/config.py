@@ -188,9 +188,9 @@ def read_config(name_or_path: str) -> dict[str, Any]:
     if not path.is_file():
         path = Path(name_or_path)
     if not path.is_file():
-        near = difflib.get_close_matches(name_or_path, named_configs(), n=1)
-        known = f"did you mean '{near[0]}'?" if near else f"the names are {', '.join(named_configs())}"
-        raise ConfigError(f"config: '{name_or_path}' is neither a named configuration nor a file; {known}")
+        near = [] if path.suffix else difflib.get_close_matches(name_or_path, named_configs(), n=1)
+        mend = f"did you mean '{near[0]}'?" if near else f"give {', '.join(named_configs())} or the path of a TOML file"
+        raise ConfigError(f"config: '{name_or_path}' is neither a named configuration nor a file; {mend}")
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dormouse_model.model import Dormouse
-from dormouse_model.sampling import NonFiniteLogits, Sampling
+from dormouse_model.sampling import Sampling
 from dormouse_model.state import State
 
 EMPTY_PROMPT = b"\n"
@@ -159,4 +159,4 @@ def _read_together(model: Dormouse, texts: Sequence[bytes], state: State | None)
     return logits, state
 
 
-__all__ = ["NonFiniteLogits", "Sampling", "generate", "read"]
+__all__ = ["generate", "read"]

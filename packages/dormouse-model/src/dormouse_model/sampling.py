@@ -58,3 +58,6 @@ class Sampling:
         # The first byte always stays: nothing is before it.
         ordered[before >= self.top_p * ordered.sum()] = 0
         return torch.zeros_like(probabilities).scatter(0, byte, ordered)
+
+
+__all__ = ["NonFiniteLogits", "Sampling"]

@@ -17,7 +17,11 @@ Run = Annotated[Path, typer.Argument(help="The folder of a run.")]
 def train(
     config: Annotated[
         str | None,
-        typer.Option("--config", metavar="NAME|FILE", help="A name or a TOML file; nano on a CPU, small on CUDA."),
+        typer.Option(
+            "--config",
+            metavar="NAME|FILE",
+            help="nano, small, medium, b1, or a TOML file; by default nano on a CPU, small on CUDA.",
+        ),
     ] = None,
     data: Annotated[
         list[str] | None,
@@ -43,11 +47,18 @@ def train(
     ] = None,
     sets: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change one key, such as train.lr=0.01; may be repeated."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Change one key, such as train.lr=0.01; may be repeated. docs/train.md says what each does.",
+        ),
     ] = None,
 ) -> int:
-    """Train a byte-level language model: on Python's own standard library, or on the bytes of --data."""
-    from dormouse_train.commands.train import command
+    """Train a byte-level language model. Without --data it reads Python's own standard library."""
+    from dormouse_train.signals import AS_IT_WAS, NOTHING_KEPT, before_leaving, tell
+
+    with before_leaving(lambda: tell(AS_IT_WAS if resume else NOTHING_KEPT)):
+        from dormouse_train.commands.train import command
 
     options: dict[str, object] = {"train.steps": steps, "train.init": init, "train.seed": seed}
     options |= {"train.device": device, "data.paths": data or None, "data.val": val or None}
@@ -108,7 +119,7 @@ def export(
         int | None, typer.Option("--step", metavar="N", help="Of this checkpoint; the newest by default.")
     ] = None,
 ) -> int:
-    """Write the weights of a run to one file: bf16, safetensors, with the configuration in it."""
+    """Write the weights of a run to one file. It is safetensors in bf16, with the configuration in it."""
     from dormouse_train.commands.export import command
 
     return command(run, out, step)
@@ -120,7 +131,7 @@ def info(
         Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw its curves to a picture as well.")
     ] = None,
 ) -> int:
-    """Show what a run is, how far it came, and whether its checkpoints are whole."""
+    """Show what a run is and how far it came. Every checkpoint is read, to tell whether it is whole."""
     from dormouse_train.commands.info import command
 
     return command(run, plot)

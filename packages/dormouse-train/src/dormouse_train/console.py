@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, TextIO
 from rich.console import Console as Terminal
 from rich.live import Live
 from rich.text import Text
+
+from dormouse_train.waiting import waiting
 
 if TYPE_CHECKING:
     from dormouse_train.baselines import Baselines
@@ -128,6 +131,10 @@ class Console:
                 f"{row.group:<13} {row.method:<7} {row.tensors:>7} {row.numbers:>10,} "
                 f"{row.rate:>9.2e} {row.decay:>7.3g}"
             )
+
+    def waiting(self, what: str, nbytes: int, *, counted: bool = True) -> AbstractContextManager[Callable[[int], None]]:
+        """What takes long, announced on stderr as `dormouse_train.waiting` does; a quiet console is quiet there too."""
+        return nullcontext(lambda done: None) if self._terminal.quiet else waiting(what, nbytes, counted=counted)
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """A held-out score with the window it was measured on."""

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from dormouse_model import Dormouse
 
@@ -76,37 +76,43 @@ def evaluate(
     device: torch.device | None = None,
     segment: int = SEGMENT,
     check: Callable[[], None] | None = None,
+    advance: Callable[[int], None] | None = None,
 ) -> Evaluation:
     """Score `model` on `window(len(view), wanted)`: every byte once, given all bytes of its piece before it.
 
     The pieces are streams of one batch, read `segment` bytes at a time with the recurrent state handed on, so that no
     context is cut at a segment's border. The first byte of a piece is predicted from a newline. Sums are fp64.
-    `check` is called before every segment; what it raises ends the evaluation.
+    `check` is called before every segment, and what it raises ends the evaluation; `advance` after it, with the number
+    of bytes that it scored.
     """
     device = device or next(model.parameters()).device
     chosen = window(len(view), wanted)
     was_training = model.training
     model.eval()
+    nats = 0.0
     try:
-        nats = _nats(model, view, chosen, device, segment, check)
+        for part, scored in _segments(model, view, chosen, device, segment, check):
+            nats += part
+            if advance is not None:
+                advance(scored)
     finally:
         model.train(was_training)
     return Evaluation(nats / chosen.nbytes / math.log(2), chosen.nbytes)
 
 
 @torch.no_grad()
-def _nats(
+def _segments(
     model: Dormouse,
     view: ByteView,
     chosen: Window,
     device: torch.device,
     segment: int,
     check: Callable[[], None] | None,
-) -> float:
-    """The sum of the losses of all bytes of `chosen`."""
+) -> Iterator[tuple[float, int]]:
+    """Of every segment of `chosen` the sum of the losses, in nats, and the number of bytes."""
     longest = chosen.lengths[0]
     lengths = torch.tensor(chosen.lengths, device=device)
-    state, nats = None, 0.0
+    state = None
     for at in range(0, longest, segment):
         if check is not None:
             check()
@@ -117,8 +123,7 @@ def _nats(
         losses = F.cross_entropy(out.logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
         # A piece one byte shorter than the longest is padded: that byte is not scored.
         scored = torch.arange(at, at + ids.shape[1] - 1, device=device) < lengths[:, None]
-        nats += float(losses.double()[scored.flatten()].sum())
-    return nats
+        yield float(losses.double()[scored.flatten()].sum()), int(scored.sum())
 
 
 def _rows(view: ByteView, chosen: Window, at: int, n: int) -> np.ndarray:

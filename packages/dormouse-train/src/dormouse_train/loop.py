@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 import resource
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from time import perf_counter
 import torch
 from dormouse_kernels import Counters
 from dormouse_model import Dormouse, generate
-from dormouse_model.generation import NonFiniteLogits
+from dormouse_model.sampling import NonFiniteLogits
 from dormouse_model.weights import install, weights_file
 
 from dormouse_train import events
@@ -28,6 +29,7 @@ from dormouse_train.metrics import Metrics, read
 from dormouse_train.optim.optimizer import Optimizer
 from dormouse_train.optim.schedule import rate
 from dormouse_train.progress import Progress
+from dormouse_train.report import Report
 from dormouse_train.segments import Carried
 from dormouse_train.signals import Signals, StopRequested
 from dormouse_train.step import StepResult, train_step
@@ -57,9 +59,9 @@ def train(
 ) -> Result:
     """Train `config` in the folder `run` up to `train.steps`, from its newest checkpoint on where `resume` is true.
 
-    Writes metrics.jsonl, samples and checkpoints; shows itself on `console` (None: nowhere). `corpus` is the run's own
-    where it is open already: opening reads every byte. SIGINT or SIGTERM finish the step, save and return with exit
-    code 130 or 143.
+    Writes metrics.jsonl, samples, checkpoints and at the end report.json; shows itself on `console` (None: nowhere).
+    `corpus` is the run's own where it is open already: opening reads every byte. SIGINT or SIGTERM finish the step,
+    save and return with exit code 130 or 143.
     Errors: `UserError` for data that is too short, a checkpoint that does not fit, a full disk, or more than
     `train.max_skipped` non-finite steps in a row.
     """
@@ -217,8 +219,8 @@ class _Loop:
         except StopRequested:
             self.counters.load(counted)
 
-    def _evaluate(self, wanted: int) -> Evaluation:
-        scored = evaluate(self.model, self.corpus.heldout, wanted, check=self.signals.check)
+    def _evaluate(self, wanted: int, *, advance: Callable[[int], None] | None = None) -> Evaluation:
+        scored = evaluate(self.model, self.corpus.heldout, wanted, check=self.signals.check, advance=advance)
         step, window_bytes = self.progress.step, scored.window_bytes
         self.console.evaluation(step, scored)
         if (step, window_bytes) not in self.scored:  # a resume looks, or reports, again
@@ -250,20 +252,25 @@ class _Loop:
             self.saved_step = self.progress.step
 
     def _stopped(self) -> Result:
-        self._save()
         self.console.end_live()
-        self.console.note(f"stopped and saved at step {self.progress.step}; --resume --run {self.folder} goes on")
+        if self.progress.step:
+            self._save()
+            self.console.note(f"stopped and saved at step {self.progress.step}; --resume --run {self.folder} goes on")
         return Result(self.signals.exit_code, self.progress.step, self.folder)
 
     def _report(self) -> Result:
-        """Score the model and the baselines on the same held-out bytes, and sample; all is saved by now."""
+        """Score the model and the baselines on the same held-out bytes, and sample; the weights are saved by now."""
         keys, step = self.config.eval, self.progress.step
-        scored = self._evaluate(keys.final_window_bytes)
-        self.signals.check()
         chosen = window(len(self.corpus.heldout), keys.final_window_bytes)
-        others = measure(self.corpus.train, chosen.over(self.corpus.heldout), check=self.signals.check)
+        with self.console.waiting("evaluating", chosen.nbytes) as advance:
+            scored = self._evaluate(keys.final_window_bytes, advance=advance)
+        self.signals.check()
+        with self.console.waiting("fitting n-gram models and xz", len(self.corpus.train), counted=False):
+            others = measure(self.corpus.train, chosen.over(self.corpus.heldout), check=self.signals.check)
         self.console.report(scored, others, self.corpus.entropy)
         self._sample()
+        if math.isfinite(scored.bpb):
+            Report(step, scored.bpb, scored.window_bytes, others, self.corpus.entropy).save(self.folder)
         return Result(self.signals.exit_code, step, self.folder, scored.bpb, scored.window_bytes, others)
 
 

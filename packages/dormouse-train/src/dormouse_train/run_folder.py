@@ -130,9 +130,7 @@ def tables(run: Path, *, argument: str = "--run") -> dict[str, Any]:
     if (run / CONFIG).is_file():
         return read_resolved(run / CONFIG)
     if is_interrupted_start(run):
-        raise UserError(
-            f"{argument}: the start of {run} was interrupted; train with --run {run} and leave out --resume"
-        )
+        raise UserError(f"{argument}: the start of {run} was interrupted; begin it anew without --resume")
     below = _newest(run)
     raise UserError(
         f"{argument}: {run} is not a run, as it holds no {CONFIG}; "

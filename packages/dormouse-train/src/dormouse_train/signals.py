@@ -13,6 +13,8 @@ from typing import Any
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 SHOW_CURSOR = b"\x1b[?25h"
+NOTHING_KEPT = "stopped before the first step; nothing was kept"
+AS_IT_WAS = "stopped before a step; the run is as it was"
 
 
 class StopRequested(Exception):
@@ -65,9 +67,15 @@ class Signals:
 
 def leave_at_once(number: int) -> None:
     """End the process with 128 + `number`: no cleaning up, but for a terminal's cursor that a live line has hidden."""
-    if os.isatty(1):
-        os.write(1, SHOW_CURSOR)
+    for stream in (1, 2):
+        if os.isatty(stream):
+            os.write(stream, SHOW_CURSOR)
     os._exit(128 + number)
+
+
+def tell(text: str) -> None:
+    """A line on stderr; a signal's handler may call it, whatever it interrupts."""
+    os.write(2, f"{text}\n".encode())
 
 
 @contextmanager

@@ -5,25 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 
 from dormouse_model.layout import latest_step
 
-from dormouse_train import events, run_folder
+from dormouse_train import events, report, run_folder
 from dormouse_train.config import Config, assemble, load_config
 from dormouse_train.data import Corpus, open_batches, open_corpus
 from dormouse_train.data.sources import pinned
 from dormouse_train.device import settled
 from dormouse_train.errors import UserError, out_of_memory
 from dormouse_train.metrics import Metrics
-from dormouse_train.signals import before_leaving
+from dormouse_train.signals import AS_IT_WAS, NOTHING_KEPT, before_leaving, tell
 
 if TYPE_CHECKING:
     from dormouse_train.console import Console
     from dormouse_train.data import Corpus
     from dormouse_train.loop import Result
 
+LOOP = "dormouse_train.loop"
 ON_CUDA = "small"
 """The configuration of a run that names none, where its device is CUDA; `load_config` knows the other."""
 
@@ -43,7 +46,8 @@ def train(
     or the run's own on a resume.
     `sets` are `key=value` as on the command line, `overrides` dotted keys with values; neither goes with a `Config`.
     Without `run` a new folder is made under `runs/`, and a `resume` means the newest there. A resume goes on from the
-    newest checkpoint, or from step 0 where none was written, bit for bit as if the run had not been interrupted.
+    newest checkpoint, or from step 0 where none was written, bit for bit as if the run had not been interrupted; of a
+    run that is finished it shows what it came to. A new run that a signal stops before its first step leaves nothing.
     Errors: `UserError` and `ConfigError` before the first step; a run that could not begin leaves no folder behind.
     """
     if resume:
@@ -64,7 +68,13 @@ def train(
             chosen, corpus = _prepare(chosen, folder, console, on_cuda=on_cuda)
             _check_init(chosen)
             run_folder.write_config(folder, chosen)
-        return _loop(chosen, folder, corpus, resume=False, console=console)
+            import_module(LOOP)  # torch with it, which takes seconds: interrupted meanwhile, nothing is left behind
+        result = _loop(chosen, folder, corpus, resume=False, console=console)
+        if result.step == 0:
+            rmtree(folder / events.FOLDER, ignore_errors=True)
+            run_folder.undo(folder, made=made)
+            _tell(NOTHING_KEPT, console)
+        return result
 
 
 def _configuration(
@@ -78,13 +88,45 @@ def _configuration(
 
 
 def _go_on(config: Config, folder: Path, console: Console | None) -> Result:
-    config, corpus = _prepare(config, folder, console)
-    run_folder.reopen(folder, config)
-    saved = latest_step(folder) is not None
-    if not saved:
-        _check_init(config)
-        Metrics(folder).cut_back(0)
-    return _loop(config, folder, corpus, resume=saved, console=console)
+    with before_leaving(partial(tell, AS_IT_WAS)):
+        if (ended := report.kept(folder, config)) is not None:
+            run_folder.reopen(folder, config)
+            return _finished(folder, ended, console)
+        config, corpus = _prepare(config, folder, console)
+        run_folder.reopen(folder, config)
+        saved = latest_step(folder) is not None
+        if not saved:
+            _check_init(config)
+            Metrics(folder).cut_back(0)
+        import_module(LOOP)
+    result = _loop(config, folder, corpus, resume=saved, console=console)
+    if result.step == 0:
+        _tell(AS_IT_WAS, console)
+    return result
+
+
+def _tell(text: str, console: Console | None) -> None:
+    if console is not None:
+        tell(text)
+
+
+def _finished(folder: Path, ended: report.Report, console: Console | None) -> Result:
+    """What the run came to, from its kept numbers. Errors: `UserError` where its last checkpoint is damaged."""
+    from dormouse_model import checkpoint
+
+    from dormouse_train.evaluate import Evaluation
+    from dormouse_train.loop import Result
+
+    try:
+        checkpoint.verify(checkpoint.checkpoint_folder(folder, ended.step))
+    except checkpoint.CheckpointError as error:
+        raise UserError(str(error)) from None
+    if console is not None:
+        console.note(f"run {folder} is finished, at step {ended.step} of {ended.step}; nothing is left to do")
+        scored = Evaluation(ended.heldout_bpb, ended.window_bytes)
+        console.evaluation(ended.step, scored)
+        console.report(scored, ended.baselines, ended.entropy)
+    return Result(0, ended.step, folder, ended.heldout_bpb, ended.window_bytes, ended.baselines)
 
 
 def _prepare(
@@ -164,8 +206,13 @@ def _loop(config: Config, folder: Path, corpus: Corpus, *, resume: bool, console
 def _undone_on_error(folder: Path, *, made: bool) -> Generator[None]:
     """A run that could not begin must not stand in the way of the next try under the same name."""
     undo = partial(run_folder.undo, folder, made=made)
+
+    def stopped() -> None:
+        undo()
+        tell(NOTHING_KEPT)
+
     try:
-        with before_leaving(undo):
+        with before_leaving(stopped):
             yield
     except BaseException:
         with suppress(OSError):  # what went wrong first is what is told

@@ -41,7 +41,7 @@ def latent_glu_experts(
     `routing`: `route(top_k_index, E)` made earlier. `capacity`: an expert takes its first rows in slot order, further
     ones are dropped and counted. An index outside [0, E) gives zeros and is counted; `check_indices=True` refuses it
     instead, reading the device. Saved for the backward: the arguments and [p, q] ("triton": z too); the GLU is
-    recomputed. "triton" needs contiguous banks, a rank of 16, 32 or 64 and no capacity: "auto" falls back, counted.
+    recomputed. "triton" needs contiguous banks, a rank of 16, 32, 64 or 128 and no capacity; "auto" falls back.
     `tiles`: `dormouse_kernels.tiles.LatentTiles` for "triton", in place of the table's row for the card.
     Errors: `ValueError` or `TypeError`, naming the argument. Formula: two-latent spectral experts, design of this
     project; the factorisation is that of arXiv 2604.00733.

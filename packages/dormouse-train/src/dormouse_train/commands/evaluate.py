@@ -12,6 +12,7 @@ from dormouse_train.commands import trained
 from dormouse_train.config import EvalSection, assemble
 from dormouse_train.data import ByteView, Corpus, open_corpus, open_paths
 from dormouse_train.errors import UserError
+from dormouse_train.waiting import waiting
 
 if TYPE_CHECKING:
     from dormouse_model import Dormouse
@@ -38,7 +39,7 @@ def command(run: Path, data: Sequence[str], window: int | None = None, *, test: 
 
 def _mapped(data: Sequence[str], run: Path) -> ByteView:
     """The bytes to score: what had to be unpacked stays mapped when its folder goes, and so cannot be left behind."""
-    text_field = assemble(run_folder.tables(run)).data.text_field
+    text_field = assemble(run_folder.tables(run, argument="RUN")).data.text_field
     with TemporaryDirectory(prefix="dormouse-") as scratch:
         return open_paths(data, Path(scratch), text_field)
 
@@ -51,7 +52,8 @@ def _kept(corpus: Corpus, *, test: bool) -> tuple[str, ByteView]:
 
 
 def _line(model: Dormouse, view: ByteView, wanted: int, name: str) -> str:
-    from dormouse_train.evaluate import evaluate
+    from dormouse_train.evaluate import evaluate, window
 
-    scored = evaluate(model, view, wanted)
+    with waiting("evaluating", window(len(view), wanted).nbytes) as advance:
+        scored = evaluate(model, view, wanted, advance=advance)
     return f"{scored.bpb:.4f} BPB over {scored.window_bytes:,} bytes ({name})"

@@ -12,7 +12,7 @@ def command(run: Path, out: Path, step: int | None) -> int:
     """Write the file, in place of one of that name, and print a line: how large it is and what it holds."""
     if out.is_dir() or not out.parent.is_dir():
         raise UserError(f"--out: {out} is a folder, or is in none that exists; give a file such as model.safetensors")
-    run_folder.tables(run)
+    run_folder.tables(run, argument="RUN")
     from dormouse_model import export
     from dormouse_model.checkpoint import CheckpointError, latest_step, load
 
