@@ -1,9 +1,12 @@
 """Routing: stable, sized by (T, k, E) alone, sentinels last."""
 
+import inspect
+
 import dormouse_kernels
 import pytest
 import torch
 from dormouse_kernels import route
+from dormouse_kernels.moe.routing import kernels, sort
 from dormouse_kernels.moe.routing.sort import cut_tiles
 from dormouse_kernels.moe.routing.tilemap import cut
 from hypothesis import given, settings
@@ -139,3 +142,24 @@ def test_sixty_five_thousand_experts_are_routed():
 def test_an_implementation_that_cannot_run_is_refused_by_name():
     with pytest.raises(ValueError, match="implementation is 'fast'; pass one of auto, reference, triton"):
         route(torch.zeros(1, 1, dtype=torch.int64), 1, implementation="fast")
+
+
+def test_another_number_of_tokens_compiles_no_other_kernel(monkeypatch):
+    """Constants are alike for every T, and the numbers that T changes are not specialised on their divisibility."""
+    seen = {}
+
+    def keep(kernel, grid, arguments, **options):
+        parameters = inspect.signature(kernel.fn).parameters
+        fixed = {n: v for n, v in arguments.items() if "constexpr" in str(parameters[n].annotation)}
+        free = {n: v for n, v in arguments.items() if n not in fixed and isinstance(v, int)}
+        seen.setdefault(kernel.fn.__name__, []).append((fixed, free))
+
+    monkeypatch.setattr(sort, "launch", keep)
+    for tokens in (1, 3, 16, 1000, 16384):
+        index = torch.empty(tokens, 2, dtype=torch.int64, device="meta")
+        sort.sort_slots(index, 8, 64)
+        sort.cut_tiles(torch.empty(9, dtype=torch.int64, device="meta"), 2 * tokens, 128)
+    assert len(seen) == 5
+    for name, calls in seen.items():
+        assert all(fixed == calls[0][0] for fixed, _ in calls), name
+        assert {n for _, free in calls for n in free if free[n] != calls[0][1][n]} <= set(kernels.OF_T), name

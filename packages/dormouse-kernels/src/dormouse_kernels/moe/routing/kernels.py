@@ -10,6 +10,9 @@ import triton.language as tl
 from dormouse_kernels.dependents import after_previous
 from dormouse_kernels.offsets import row_offset
 
+OF_T = ("R", "blocks", "max_tiles")
+"""Numbers that grow with the tokens: a divisibility of theirs must not compile another kernel."""
+
 
 @triton.jit
 def slot_bins(index_ptr, slot, R, E):
@@ -20,7 +23,7 @@ def slot_bins(index_ptr, slot, R, E):
     return tl.where(slot < R, bins, E + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_T)
 def count_blocks(index_ptr, hist_ptr, arrived_ptr, R, E, BINS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """hist[block, bin] = slots of the block in the bin. Also clears the arrival counter of `scan_bins`."""
     after_previous(PDL)
@@ -32,7 +35,7 @@ def count_blocks(index_ptr, hist_ptr, arrived_ptr, R, E, BINS: tl.constexpr, BLO
         tl.store(arrived_ptr, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_T)
 def scan_bins(
     hist_ptr, total_ptr, arrived_ptr, counts_ptr, offsets_ptr, tile_start_ptr, long_ptr, E, blocks,
     BINS: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
@@ -75,7 +78,7 @@ def store_starts(n, e, tile_start_ptr, long_ptr, E, TILE: tl.constexpr):
     tl.store(long_ptr, longs)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_T)
 def start_tiles(offsets_ptr, tile_start_ptr, long_ptr, R, E, BINS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
     """`store_starts` of rows that are sorted already; one program."""
     after_previous(PDL)
@@ -85,21 +88,21 @@ def start_tiles(offsets_ptr, tile_start_ptr, long_ptr, R, E, BINS: tl.constexpr,
     store_starts(tl.where(e <= E, end - begin, 0).to(tl.int32), e, tile_start_ptr, long_ptr, E, TILE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_T)
 def map_experts(
     offsets_ptr, tile_start_ptr, map_ptr, R, E, max_tiles,
-    TILE: tl.constexpr, EXPERTS: tl.constexpr, SPARE: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, EXPERTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The map of the tiles that `start_tiles` counted."""
     after_previous(PDL)
-    map_part(offsets_ptr, tile_start_ptr, map_ptr, tl.program_id(0), R, E, max_tiles, TILE, EXPERTS, SPARE)
+    parts = tl.num_programs(0)
+    map_part(offsets_ptr, tile_start_ptr, map_ptr, tl.program_id(0), parts, R, E, max_tiles, TILE, EXPERTS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_T)
 def place_slots(
     index_ptr, hist_ptr, offsets_ptr, tile_start_ptr, order_ptr, inverse_ptr, map_ptr, R, E, blocks, max_tiles,
-    BINS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, EXPERTS: tl.constexpr, SPARE: tl.constexpr,
-    PDL: tl.constexpr,
+    BINS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, EXPERTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The first `blocks` programs place a block of slots each, the others map the tiles of EXPERTS experts each."""
     after_previous(PDL)
@@ -107,7 +110,8 @@ def place_slots(
     if program < blocks:
         place_block(index_ptr, hist_ptr, offsets_ptr, order_ptr, inverse_ptr, program, R, E, BINS, BLOCK)
     else:
-        map_part(offsets_ptr, tile_start_ptr, map_ptr, program - blocks, R, E, max_tiles, TILE, EXPERTS, SPARE)
+        parts = tl.num_programs(0) - blocks
+        map_part(offsets_ptr, tile_start_ptr, map_ptr, program - blocks, parts, R, E, max_tiles, TILE, EXPERTS)
 
 
 @triton.jit
@@ -133,19 +137,20 @@ def place_block(
 
 @triton.jit
 def map_part(
-    offsets_ptr, tile_start_ptr, map_ptr, part, R, E, max_tiles,
-    TILE: tl.constexpr, EXPERTS: tl.constexpr, SPARE: tl.constexpr,
-):  # fmt: skip
+    offsets_ptr, tile_start_ptr, map_ptr, part, parts, R, E, max_tiles, TILE: tl.constexpr, EXPERTS: tl.constexpr
+):
     """map[tile] = (expert, first row, end row, tiles of the expert) for every tile of the part's EXPERTS experts.
 
-    Expert E holds sentinels; of the tiles that no expert has, SPARE a part get expert -1 and zeros.
+    Expert E holds sentinels; the tiles that no expert has, shared by the parts, get expert -1 and zeros.
     """
-    tile = part * SPARE + tl.arange(0, SPARE)
-    spare = (tile >= tl.load(tile_start_ptr + E + 1)) & (tile < max_tiles)
-    none = tl.zeros([SPARE], tl.int32)
-    tl.store(map_ptr + tile * 4, none - 1, mask=spare)
-    for word in tl.static_range(1, 4):
-        tl.store(map_ptr + tile * 4 + word, none, mask=spare)
+    used = tl.load(tile_start_ptr + E + 1)
+    none = tl.zeros([EXPERTS], tl.int32)
+    for start in range(part * EXPERTS, max_tiles, parts * EXPERTS):
+        tile = start + tl.arange(0, EXPERTS)
+        spare = (tile >= used) & (tile < max_tiles)
+        tl.store(map_ptr + tile * 4, none - 1, mask=spare)
+        for word in tl.static_range(1, 4):
+            tl.store(map_ptr + tile * 4 + word, none, mask=spare)
     expert = part * EXPERTS + tl.arange(0, EXPERTS)
     here = tl.load(tile_start_ptr + expert, mask=expert <= E, other=0)
     count = tl.load(tile_start_ptr + expert + 1, mask=expert <= E, other=0) - here

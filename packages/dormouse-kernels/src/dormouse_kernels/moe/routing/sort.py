@@ -29,7 +29,6 @@ def sort_slots(top_k_index: torch.Tensor, num_experts: int, rows: int) -> Routin
     counted = {"index_ptr": index, "hist_ptr": hist, "arrived_ptr": arrived, **shared}
     launch(kernels.count_blocks, (blocks,), counted, pdl=pdl)
     columns = min(16, bins)
-    mapping, parts = _mapping(max_tiles, num_experts)
     launch(
         kernels.scan_bins,
         (bins // columns,),
@@ -42,11 +41,11 @@ def sort_slots(top_k_index: torch.Tensor, num_experts: int, rows: int) -> Routin
     )  # fmt: skip
     launch(
         kernels.place_slots,
-        (blocks + mapping,),
+        (blocks + -(-(num_experts + 1) // _EXPERTS),),
         {
             "index_ptr": index, "hist_ptr": hist, "offsets_ptr": offsets, "tile_start_ptr": start,
             "order_ptr": order, "inverse_ptr": inverse, "map_ptr": tiles, "blocks": blocks, "max_tiles": max_tiles,
-            "TILE": rows, **parts, **shared,
+            "TILE": rows, "EXPERTS": _EXPERTS, **shared,
         },
         num_warps=8,
         pdl=pdl,
@@ -66,15 +65,9 @@ def cut_tiles(offsets: torch.Tensor, slots: int, rows: int) -> TileMap:
     }  # fmt: skip
     bins = _power_of_two(num_experts + 2)
     launch(kernels.start_tiles, (1,), {"long_ptr": long, "BINS": bins, **shared}, pdl=pdl)
-    mapping, parts = _mapping(max_tiles, num_experts)
-    launch(kernels.map_experts, (mapping,), {"map_ptr": tiles, "max_tiles": max_tiles, **parts, **shared}, pdl=pdl)
+    mapped = {"map_ptr": tiles, "max_tiles": max_tiles, "EXPERTS": _EXPERTS, **shared}
+    launch(kernels.map_experts, (-(-(num_experts + 1) // _EXPERTS),), mapped, pdl=pdl)
     return TileMap(rows, start, tiles, long, max_tiles)
-
-
-def _mapping(max_tiles: int, num_experts: int) -> tuple[int, dict[str, int]]:
-    """Programs that map tiles, and how many experts and spare tiles each has."""
-    programs = -(-(num_experts + 1) // _EXPERTS)
-    return programs, {"EXPERTS": _EXPERTS, "SPARE": _power_of_two(-(-max_tiles // programs))}
 
 
 def _carve(sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
