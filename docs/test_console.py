@@ -23,9 +23,12 @@ from pages import PAGES, ROOT, commands_of
 SHOWN = sorted({(str(path.relative_to(ROOT)), line) for path in PAGES for line in commands_of(path.read_text())})
 # What runs the commands that belong to no console script of ours: a pattern of the command, and the test.
 PLAIN = "test_a_plain_command_prints_its_tables_and_fails_only_for_a_gpu_row_that_had_to_run"
+TUNE = "packages/dormouse-kernels/tests/tune/test_tune.py"
+COMPILE_ONLY = "test_compile_only_prints_a_table_and_writes_what_a_call_takes"
 RUN_BY = {
     r'git clone "\$REPOSITORY" dormouse': "docs/test_fresh.py::test_a_clone_is_made_as_shown",
     r"cd dormouse": "docs/test_fresh.py::test_a_clone_is_made_as_shown",
+    r"python -m dormouse_kernels.tune latent_glu_experts --compile-only --arch 120 .*": f"{TUNE}::{COMPILE_ONLY}",
     r"uv build --package dormouse-kernels": "docs/test_fresh.py::test_the_kernels_alone_from_a_wheel",
     r"mkdir \.\./elsewhere": "docs/test_fresh.py::test_the_kernels_alone_from_a_wheel",
     r"cd \.\./elsewhere": "docs/test_fresh.py::test_the_kernels_alone_from_a_wheel",

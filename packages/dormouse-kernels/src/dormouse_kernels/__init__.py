@@ -1,6 +1,6 @@
 """Training kernels for mixtures of many small experts: functions of tensors, with references in plain torch."""
 
-from dormouse_kernels import muon, padded, reference
+from dormouse_kernels import muon, padded, reference, tiles
 from dormouse_kernels.counters import Counters
 from dormouse_kernels.moe.grouped.op import grouped_mm, grouped_wgrad
 from dormouse_kernels.moe.op import glu_experts, latent_glu_experts
@@ -19,4 +19,5 @@ __all__ = [
     "padded",
     "reference",
     "route",
+    "tiles",
 ]

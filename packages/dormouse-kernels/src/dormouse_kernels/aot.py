@@ -8,6 +8,7 @@ subprocess without it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import os
@@ -18,6 +19,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -111,7 +113,12 @@ def compile_kernels(builds: Sequence[Build]) -> list[Compiled]:
             raise TypeError(f"compile_kernels: {build.kernel!r} is no Triton kernel; decorate it with @triton.jit")
     if not any(_is_interpreted(build.kernel) for build in builds):
         return [_compile(build) for build in builds]
-    return _compile_in_subprocess(builds)
+    made = []
+    for result in compile_each(builds):
+        if isinstance(result, CompileError):
+            raise result
+        made.append(result)
+    return made
 
 
 def compile_kernel(
@@ -196,66 +203,71 @@ def _cuobjdump(option: str, cubin: Path) -> str:
     return subprocess.run([tool, option, str(cubin)], check=True, capture_output=True, text=True).stdout
 
 
-def _compile_in_subprocess(builds: Sequence[Build]) -> list[Compiled]:
-    """In as many processes as there are cores, since most of the work is one thread's."""
+def compile_each(builds: Sequence[Build]) -> list[Compiled | CompileError]:
+    """Compiles every build, in order, in processes beside this one: a failure is its entry, and the rest goes on.
+
+    A process a core, since most of the work is one thread's. A compiler that crashes is such a failure too: another
+    process goes on after the build that it died of. A kernel is found again by its file and name, so it must be
+    defined at the top level of a file.
+    """
+    if not builds:
+        return []
     count = min(os.cpu_count() or 1, len(builds))
-    compiled: list[Compiled | None] = [None] * len(builds)
-    with tempfile.TemporaryDirectory() as folder:
-        shares = [(Path(folder) / str(part), builds[part::count]) for part in range(count)]
-        processes = [_compiling(*share) for share in shares]
-        try:
-            for part, process in enumerate(processes):
-                compiled[part::count] = _answered(shares[part][0], process)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-    return [each for each in compiled if each is not None]
+    results: list[Compiled | CompileError] = [CompileError("not compiled")] * len(builds)
+    with ThreadPoolExecutor(count) as pool:
+        for part, made in enumerate(pool.map(_compile_share, [builds[part::count] for part in range(count)])):
+            results[part::count] = made
+    return results
 
 
-def _compiling(path: Path, builds: Sequence[Build]) -> subprocess.Popen[str]:
-    """A process that builds these and writes the results to `path`."""
+def _compile_share(builds: Sequence[Build]) -> list[Compiled | CompileError]:
+    """The builds of one core, one after the other."""
     requests = [
         (inspect.getsourcefile(b.kernel.fn), b.kernel.fn.__module__, b.kernel.fn.__qualname__, dict(b.arguments),
          b.arch, b.num_warps, b.num_stages)
         for b in builds
     ]  # fmt: skip
+    results: list[Compiled | CompileError] = []
+    while len(results) < len(requests):
+        made, said = _in_subprocess(requests[len(results) :])
+        results += made
+        if len(results) < len(requests):
+            results.append(CompileError(f"the compiling process left with {said}"))
+    return results
+
+
+def _in_subprocess(requests: Sequence[tuple[Any, ...]]) -> tuple[list[Compiled | CompileError], str]:
+    """The results until the process ended, and how it did."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    asked = path.with_suffix(".asked")
-    asked.write_bytes(pickle.dumps(requests))
-    command = [sys.executable, "-m", "dormouse_kernels.aot", str(asked), str(path)]
-    # to a file: a pipe that nobody reads yet would fill and stop the process
-    with path.with_suffix(".errors").open("w") as errors:
-        return subprocess.Popen(command, env=environment, stdout=errors, stderr=errors, text=True)
-
-
-def _answered(path: Path, process: subprocess.Popen[str]) -> list[Compiled]:
-    """What a process built. Errors: `CompileError` with its reason, or with its last words where it left none."""
-    code = process.wait()
-    if not path.exists():
-        words = path.with_suffix(".errors").read_text()[-2000:]
-        raise CompileError(f"the compiling process left with {code}: {words}")
-    result = pickle.loads(path.read_bytes())
-    if isinstance(result, str):
-        raise CompileError(result)
-    return result
+    with tempfile.TemporaryDirectory() as folder:
+        asked, answered = Path(folder) / "asked", Path(folder) / "answered"
+        asked.write_bytes(pickle.dumps(requests))
+        answered.touch()
+        command = [sys.executable, "-m", "dormouse_kernels.aot", str(asked), str(answered)]
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        results: list[Compiled | CompileError] = []
+        # the last answer of a process that died may be half written
+        with answered.open("rb") as file, contextlib.suppress(EOFError, pickle.UnpicklingError):
+            while True:
+                results.append(pickle.load(file))
+    return results, f"{ran.returncode}: {ran.stderr[-2000:]}"
 
 
 def _answer(asked: Path, answered: Path) -> None:
-    """The subprocess: builds what `asked` names and pickles the results, or the reason there are none."""
-    builds = []
+    """The subprocess: builds what `asked` names, one after another, and writes down each result as it is made."""
     modules: dict[str, ModuleType] = {}
-    for file, module, name, arguments, arch, num_warps, num_stages in pickle.loads(asked.read_bytes()):
-        if file not in modules:
-            modules[file] = _load(file, module)
-        builds.append(Build(getattr(modules[file], name), arguments, arch, num_warps, num_stages))
-    result: list[Compiled] | str
-    try:
-        result = [_compile(build) for build in builds]
-    except CompileError as error:
-        result = str(error)
-    answered.write_bytes(pickle.dumps(result))
+    with answered.open("wb") as file:
+        for source, module, name, arguments, arch, num_warps, num_stages in pickle.loads(asked.read_bytes()):
+            if source not in modules:
+                modules[source] = _load(source, module)
+            result: Compiled | CompileError
+            try:
+                result = _compile(Build(getattr(modules[source], name), arguments, arch, num_warps, num_stages))
+            except CompileError as error:
+                result = CompileError(str(error))
+            pickle.dump(result, file)
+            file.flush()
 
 
 def _load(file: str, name: str) -> ModuleType:

@@ -6,12 +6,13 @@ import subprocess
 import sys
 import types
 import weakref
+from pathlib import Path
 
 import dormouse_kernels
 import pytest
 import torch
 from dormouse_kernels import Counters, grouped_wgrad, muon, route
-from dormouse_kernels.proof import relative_errors
+from dormouse_kernels.proof import relative_errors, surrounded
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPREAD = torch.tensor([[0, 2], [2, 1], [0, 2], [1, 0], [2, 0]])
@@ -128,6 +129,25 @@ def test_a_nan_token_reaches_its_own_rows_and_its_own_experts_alone(routed, impl
         assert torch.equal(got[name][kept], want[name][kept]), name
 
 
+def test_a_row_of_no_expert_is_never_read(routed, implementation, rows_of_token):
+    index = torch.tensor([[0, 2], [-1, 9], [2, 1]])
+    arguments = routed.arguments(index, 3)
+    routing = arguments.get("routing") or route(arguments["top_k_index"], 3)
+    want = routed.differentiate(arguments, implementation)
+    for name, rows in routed.rows.items():
+        # a residual's row is the token's own, whatever its experts
+        if rows != "expert" and name not in ("out", "residual"):
+            arguments[name][rows_of_token(rows, routing, 1)] = torch.nan
+    assert_same_bits(routed.differentiate(arguments, implementation), want)
+
+
+def test_nothing_beside_an_input_in_memory_is_read(routed, implementation):
+    arguments = routed.arguments()
+    inside = {name: surrounded(arguments[name]) for name in routed.leaves}
+    got = routed.differentiate({**arguments, **inside}, implementation)
+    assert_same_bits(got, routed.differentiate(arguments, implementation))
+
+
 def test_every_implementation_counts_the_same(routed):
     arguments = routed.arguments(*ROUTINGS["sentinels, twice one expert, int32"])
     counted = {}
@@ -170,6 +190,36 @@ def test_out_is_refused_while_a_gradient_is_needed(table):
                 op.run(arguments)
             with torch.no_grad():
                 assert op.run(arguments)["out"] is arguments["out"]
+
+
+@pytest.mark.parametrize("name", ["latent_glu_experts", "glu_experts"])
+def test_no_constant_of_an_expert_kernel_depends_on_the_number_of_rows(name):
+    """Each would be a compilation of its own: as many as there are batch sizes."""
+    from dormouse_kernels.moe.grouped.tiles import SM_120 as grouped_tiles
+    from dormouse_kernels.moe.latent.tiles import SM_120 as latent_tiles
+    from dormouse_kernels.tune.problem import Problem, builds
+
+    tiles = latent_tiles if name == "latent_glu_experts" else grouped_tiles
+    constants: dict[tuple[str, int], set[tuple[tuple[str, object], ...]]] = {}
+    for rows in (1, 3, 16, 17, 1000, 1024, 16384):
+        problem = Problem(name, T=rows, d=64, r=64, f=96, experts=8, k=2, dtype=torch.bfloat16)
+        for at, build in enumerate(builds(problem, tiles, 120)):
+            named = inspect.signature(build.kernel.fn).parameters
+            fixed = tuple((n, v) for n, v in build.arguments.items() if "constexpr" in str(named[n].annotation))
+            constants.setdefault((build.kernel.fn.__name__, at), set()).add(fixed)
+    assert len(constants) > 5
+    assert [kernel for kernel, seen in constants.items() if len(seen) > 1] == []
+    assert all(seen != {()} for seen in constants.values())
+
+
+ATOMIC = {"moe/routing/kernels.py", "moe/latent/turns.py"}
+"""Arrivals, tickets and flags: integers, whose sums have no order."""
+
+
+def test_only_integers_are_added_atomically():
+    root = Path(dormouse_kernels.__file__).parent
+    sources = {str(path.relative_to(root)): path.read_text() for path in root.rglob("*.py")}
+    assert {name for name, source in sources.items() if "tl.atomic_" in source} == ATOMIC
 
 
 def module_state():
@@ -218,7 +268,7 @@ before = torch.get_default_dtype(), torch.get_num_threads(), torch.random.initia
 import dormouse_kernels
 import dormouse_kernels.integrations.transformers
 assert read == [], f"read {read}"
-heavy = [name for name in ("triton", "transformers", "numpy.testing") if name in sys.modules]
+heavy = [name for name in ("triton", "transformers") if name in sys.modules]
 assert heavy == [], f"imported {heavy}"
 assert not torch.cuda.is_initialized(), "touched CUDA"
 assert before == (torch.get_default_dtype(), torch.get_num_threads(), torch.random.initial_seed())

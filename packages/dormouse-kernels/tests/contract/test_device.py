@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from dormouse_kernels import latent_glu_experts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,3 +78,34 @@ def test_a_call_leaves_no_memory_behind(op, implementation):
     op.differentiate(arguments, implementation)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == before
+
+
+def test_experts_without_rows_have_zero_gradients_beside_large_ones(routed):
+    """The split of a public report: idle experts between those of 162, 2577, 446 and 83 rows."""
+    index = torch.arange(6).repeat_interleave(torch.tensor([162, 0, 2577, 446, 0, 83])).unsqueeze(1)
+    arguments = routed.arguments(index, 6)
+    for _ in range(3):
+        got = routed.differentiate(arguments, "triton")
+        for name, rows in routed.rows.items():
+            if rows == "expert":
+                made = got[name if name == "out" else f"d {name}"]
+                assert (made[[1, 4]] == 0).all(), name
+                assert (made[[0, 2, 3, 5]] != 0).flatten(1).any(1).all(), name
+
+
+def test_a_bank_of_more_than_two_billion_elements_is_reached_at_its_end():
+    """V of 6200 experts, 2.17e9 elements: the last experts' rows, values and gradients as from those experts alone."""
+    E, f, r, d, T = 6200, 5461, 64, 64, 24
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = ((T, d), (8, 2 * r, d), (8, 2 * r), (8, f, r), (T, 2))
+    drawn = [torch.randn(*shape, generator=generator, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+    x, *banks, weights = drawn
+    index = torch.randint(0, 8, (T, 2), generator=generator, device="cuda")
+    large = [torch.cat([bank.new_zeros(E - 8, *bank.shape[1:]), bank]) for bank in banks]
+    results = []
+    for given, chosen in ((banks, index), (large, index + E - 8)):
+        leaves = [bank.requires_grad_() for bank in given]
+        out = latent_glu_experts(x, *leaves, chosen, weights, implementation="triton")
+        results.append([out.detach(), *(grad[-8:] for grad in torch.autograd.grad(out, leaves, torch.ones_like(out)))])
+    for name, small, end in zip(("out", "dU", "ds", "dV"), *results, strict=True):
+        assert torch.equal(end, small), name

@@ -96,6 +96,49 @@ def test_banks_narrower_than_the_tokens_are_promoted(fp32_case):
     assert all(error <= (1e-3 if name in ("dU", "dV") else 3e-6) for name, error in errors.items()), errors
 
 
+def test_sums_over_an_experts_rows_do_not_stall_in_half_precision():
+    """One upstream row of 1 and 256 of 2⁻¹², whose sum fp16 would leave at 1: 17 tiles of the interpreter's."""
+    T, r = 257, 16
+    hidden, gate_up = torch.ones(T, 16).half().to(DEVICE), torch.full((1, 2 * r, 16), 1 / 16).half().to(DEVICE)
+    scale = torch.ones(1, 2 * r).half().to(DEVICE).requires_grad_()
+    v = torch.eye(r).half().to(DEVICE).unsqueeze(0).requires_grad_()
+    index = torch.zeros(T, 1, dtype=torch.int64, device=DEVICE)
+    weights = torch.ones(T, 1, device=DEVICE)
+    out = latent_glu_experts(hidden, gate_up, scale, v, index, weights, implementation="triton")
+    upstream = torch.full_like(out, 2.0**-12)
+    upstream[0] = 1
+    grad_scale, grad_v = torch.autograd.grad(out, (scale, v), upstream)
+    # p = q = 1: the gradients of s' and of V are silu(1) a row
+    want = torch.sigmoid(torch.tensor(1.0)).item() * (1 + 256 / 4096)
+    assert grad_scale[0, r:].float().cpu() == pytest.approx(want, rel=2e-3)
+    assert grad_v.float().cpu() == pytest.approx(want, rel=2e-3)
+
+
+def test_equal_rows_combine_to_themselves_at_half_weights(latent_case):
+    case = latent_case(E=1, dtype=torch.float16).to(torch.float16, DEVICE)
+    arguments = case.hidden_states, case.gate_up_proj, case.scale, case.v
+    index, weights = torch.zeros(11, 2, dtype=torch.int64, device=DEVICE), torch.full((11, 2), 0.5, device=DEVICE)
+    one = latent_glu_experts(*arguments, index[:, :1], 2 * weights[:, :1], implementation="triton")
+    assert torch.equal(latent_glu_experts(*arguments, index, weights, implementation="triton"), one)
+
+
+def test_the_weight_of_a_slot_scales_its_expert_once(fp32_case):
+    case = fp32_case(T=1, E=2, top_k_index=torch.tensor([[0, 1]], device=DEVICE))
+    with torch.no_grad():
+        for bank in (case.gate_up_proj, case.scale, case.v):
+            bank[1] = bank[0]
+        case.residual.zero_()
+    got = {}
+    for weights in ((0.9, 0.1), (1.8, 0.2), (0.0, 1.0)):
+        case.top_k_weights = torch.tensor([weights], device=DEVICE, requires_grad=True)
+        got[weights] = run(case)
+    torch.testing.assert_close(got[0.9, 0.1]["dV"][0], 9 * got[0.9, 0.1]["dV"][1])
+    torch.testing.assert_close(got[1.8, 0.2]["out"], 2 * got[0.9, 0.1]["out"])
+    torch.testing.assert_close(got[1.8, 0.2]["dw"], got[0.9, 0.1]["dw"])
+    assert (got[0.0, 1.0]["dV"][0] == 0).all()
+    assert got[0.0, 1.0]["dw"][0, 0] != 0
+
+
 def test_gradients_apart_are_those_of_the_whole_and_accumulate(fp32_case):
     case = fp32_case(T=40)
     plan = fp32_plan(case)

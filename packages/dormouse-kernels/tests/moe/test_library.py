@@ -22,7 +22,7 @@ def arguments_of(case, implementation, width=48, scale=True, tile_rows=0):
         operands = operands._replace(scale=None, residual=None)
     routing = route(case.top_k_index, 5)
     packed = library.pack(routing)[:4]
-    return ("latent_glu_experts", *operands, case.top_k_index, packed, tile_rows, width, None, implementation, "")
+    return ("latent_glu_experts", *operands, case.top_k_index, packed, tile_rows, width, None, implementation, "", [])
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def assert_same_bits(got, want):
         assert torch.equal(got[name], want[name]), name
 
 
-@pytest.mark.parametrize("f", [1, 15, 16, 17, 37, 203])
+@pytest.mark.parametrize("f", [1, 15, 16, 17, 37, 203, 5461])
 @pytest.mark.parametrize(("r", "d"), [(16, 48), (3, 7)])
 def test_value_and_every_gradient_equal_the_dense_loop(latent_case, implementation, f, r, d):
     case = latent_case(f=f, r=r, d=d)
@@ -96,17 +96,6 @@ def test_experts_without_rows_get_exactly_zero_gradients_every_time(latent_case,
             for expert in (1, 2, 4):
                 idle = got[name][expert]
                 assert torch.equal(idle.view(torch.int64), torch.zeros_like(idle).view(torch.int64)), name
-
-
-def test_a_row_of_no_expert_is_never_read(latent_case, implementation):
-    index = torch.tensor([[0, 3], [-1, 9], [2, 0], [5, 5]])
-    case = latent_case(T=4, top_k_index=index)
-    want = run(case, implementation)
-    with torch.no_grad():
-        for dead in (1, 3):
-            case.hidden_states[dead] = torch.nan
-            case.top_k_weights[dead] = torch.nan
-    assert_same_bits(run(case, implementation), want)
 
 
 def test_a_dropped_row_is_never_read(latent_case, implementation):

@@ -83,6 +83,11 @@ def test_every_launch_fits_the_card_without_spills_or_narrow_accesses(proof, bui
         proof.compiled(compiled, name, kernels=kernels)
 
 
+def test_fp32_products_are_exact_and_never_tf32(built, arch):
+    for _, compiled in built["b1, fp32", arch]:
+        assert "tf32" not in compiled.ptx, compiled.kernel
+
+
 def test_the_other_tiles_row_is_read_after_the_wait_and_not_prefetched(built, arch):
     (compiled,) = [compiled for each, compiled in built["b1, turns", arch] if each.kernel is forward.expand_rows]
     # a pipelined load would be a cp.async ahead of the loop's wait: the wait itself would then guard nothing

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 import torch
 
@@ -100,3 +102,27 @@ def check_indices_in_range(op: str, routing: Routing) -> None:
             f"{op}: top_k_index holds {bad} indices outside 0..{routing.num_experts - 1}; "
             "mend them, or pass check_indices=False to give their slots zeros"
         )
+
+
+_LEAST = {"stages": 1, "splits": 1, "programs": 1, "group": 1, "persistent": 0}
+"""The least of the tile sizes that may be any number, by the ending of their names; all others are powers of two."""
+
+
+def check_tiles(op: str, tiles: Any, kind: type, within: str = "tiles") -> None:
+    """`TypeError` unless `tiles` is of `kind`; `ValueError` for a size that no kernel could be built with."""
+    if not isinstance(tiles, kind):
+        raise TypeError(
+            f"{op}: tiles is {type(tiles).__name__}; pass what dormouse_kernels.tiles holds for {op}, or None"
+        )
+    for field in fields(tiles):
+        name, size = f"{within}.{field.name}", getattr(tiles, field.name)
+        if is_dataclass(size):
+            check_tiles(op, size, type(size), name)
+        elif field.name.endswith("pieces") and size not in (1, 2):
+            raise ValueError(f"{op}: {name} is {size}; pass 1 or 2")
+        elif not isinstance(size, bool):
+            least = next((least for ending, least in _LEAST.items() if field.name.endswith(ending)), None)
+            if least is None and (size < 1 or size & (size - 1)):
+                raise ValueError(f"{op}: {name} is {size}; pass a power of two")
+            if least is not None and size < least:
+                raise ValueError(f"{op}: {name} is {size}; pass at least {least}")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dormouse_kernels.moe.counting import count
-from dormouse_kernels.moe.passes import Operands, compute_dtype, make_pass, residual_gradient
+from dormouse_kernels.moe.passes import Operands, compute_dtype, make_pass, residual_gradient, unpack_tiles
 from dormouse_kernels.moe.routing import Routing, TileMap
 from dormouse_kernels.moe.routing.tilemap import most_tiles
 from dormouse_kernels.moe.selection import TRITON
@@ -26,11 +26,13 @@ def call(
     capacity: int | None,
     implementation: str,
     reason: str,
+    tiles: list[int],
 ) -> Tensor:
     """A pass as one node of a graph: [T, width]."""
     out, *_ = expert_pass(
-        op, *operands, routing.top_k_index, pack(routing), tile_rows(routing), width, capacity, implementation, reason
-    )
+        op, *operands, routing.top_k_index, pack(routing), tile_rows(routing), width, capacity, implementation, reason,
+        tiles,
+    )  # fmt: skip
     return out
 
 
@@ -87,13 +89,16 @@ def expert_pass(
     capacity: int | None,
     implementation: str,
     reason: str,
+    tiles: list[int],
 ) -> list[Tensor]:
     """The result, and what the backward needs beside the arguments."""
     operands = Operands(hidden_states, gate_up_proj, scale, down, top_k_weights, residual)
     routed = unpack(top_k_index, routing, rows)
     count(op, implementation, routed, capacity, reason)
     with torch.autocast(hidden_states.device.type, enabled=False):
-        out, saved = make_pass(implementation, operands, routed, capacity, width, keep=False).forward(operands)
+        given = unpack_tiles(tiles, latent=scale is not None)
+        work = make_pass(implementation, operands, routed, capacity, width, keep=False, tiles=given)
+        out, saved = work.forward(operands)
     return [out, *saved]
 
 
@@ -101,7 +106,7 @@ def expert_pass(
 def _(
     op: str, hidden_states: Tensor, gate_up_proj: Tensor, scale: Tensor | None, down: Tensor, top_k_weights: Tensor,
     residual: Tensor | None, top_k_index: Tensor, routing: list[Tensor], rows: int, width: int, capacity: int | None,
-    implementation: str, reason: str,
+    implementation: str, reason: str, tiles: list[int],
 ) -> list[Tensor]:  # fmt: skip
     operands = Operands(hidden_states, gate_up_proj, scale, down, top_k_weights, residual)
     dtype = compute_dtype(operands)
@@ -126,13 +131,15 @@ def expert_pass_backward(
     width: int,
     capacity: int | None,
     implementation: str,
+    tiles: list[int],
     wanted: list[bool],
 ) -> list[Tensor]:
     """The wanted gradients of the five operands, in their order."""
     operands = Operands(hidden_states, gate_up_proj, scale, down, top_k_weights, None)
     routed = unpack(top_k_index, routing, rows)
     with torch.autocast(grad.device.type, enabled=False):
-        work = make_pass(implementation, operands, routed, capacity, width, keep=False)
+        given = unpack_tiles(tiles, latent=scale is not None)
+        work = make_pass(implementation, operands, routed, capacity, width, keep=False, tiles=given)
         grads = work.backward(operands, saved, grad, tuple(wanted))
     return [gradient for gradient, needed in zip(grads, wanted, strict=True) if needed and gradient is not None]
 
@@ -141,7 +148,7 @@ def expert_pass_backward(
 def _(
     grad: Tensor, hidden_states: Tensor, gate_up_proj: Tensor, scale: Tensor | None, down: Tensor,
     top_k_weights: Tensor, saved: list[Tensor], top_k_index: Tensor, routing: list[Tensor], rows: int, width: int,
-    capacity: int | None, implementation: str, wanted: list[bool],
+    capacity: int | None, implementation: str, tiles: list[int], wanted: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     operands = (hidden_states, gate_up_proj, scale, down, top_k_weights)
     return [
@@ -152,28 +159,28 @@ def _(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    (_, hidden, gate_up, scale, down, weights, residual, index, routing, rows, width, capacity, implementation, _) = (
-        inputs
-    )
+    _, hidden, gate_up, scale, down, weights, residual, index, routing, *constants = inputs
+    rows, width, capacity, implementation, _, tiles = constants
     ctx.save_for_backward(hidden, gate_up, scale, down, weights, index, *routing, *output[1:])
     ctx.residual_dtype = None if residual is None else residual.dtype
-    ctx.constants = len(routing), rows, width, capacity, implementation
+    ctx.constants = len(routing), rows, width, capacity, implementation, tiles
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     hidden, gate_up, scale, down, weights, index, *rest = ctx.saved_tensors
-    many, rows, width, capacity, implementation = ctx.constants
+    many, *constants = ctx.constants
     grad = grads[0]
     assert grad is not None
     operands = hidden, gate_up, scale, down, weights
     *needed, need_residual = ctx.needs_input_grad[1:7]
     wanted = [need and operand is not None for need, operand in zip(needed, operands, strict=True)]
     routing = rest[:many]
-    constants = rows, width, capacity, implementation
     made = iter(expert_pass_backward(grad, *operands, rest[many:], index, routing, *constants, wanted))
     operand_grads = [next(made) if want else None for want in wanted]
     residual = residual_gradient(grad, ctx.residual_dtype, down.shape[1]) if need_residual else None
-    return None, *operand_grads, residual, None, [None] * many, None, None, None, None, None
+    # of the inputs' structure: a list of no gradients for a list of numbers
+    no_tiles = [None] * len(constants[-1])
+    return None, *operand_grads, residual, None, [None] * many, None, None, None, None, None, no_tiles
 
 
 expert_pass.register_autograd(_backward, setup_context=_setup)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from dormouse_kernels.moe import checks
+from dormouse_kernels.moe.grouped import tiles as grouped_tiles
+from dormouse_kernels.moe.latent import tiles as latent_tiles
 from dormouse_kernels.moe.passes import Operands
 from dormouse_kernels.moe.routing import Routing
 from dormouse_kernels.moe.run import run
@@ -24,6 +26,7 @@ def latent_glu_experts(
     capacity: int | None = None,
     check_indices: bool = False,
     implementation: str = AUTO,
+    tiles: latent_tiles.Tiles | None = None,
 ) -> torch.Tensor:
     """`residual + Σ_j w_j · V_e (silu(p·s_e) · (q·s'_e))`, p = U_e x, q = U'_e x: over each token's k experts.
 
@@ -39,6 +42,7 @@ def latent_glu_experts(
     ones are dropped and counted. An index outside [0, E) gives zeros and is counted; `check_indices=True` refuses it
     instead, reading the device. Saved for the backward: the arguments and [p, q] ("triton": z too); the GLU is
     recomputed. "triton" needs contiguous banks, a rank of 16, 32, 64 or 128 and no capacity; "auto" falls back.
+    `tiles`: `dormouse_kernels.tiles.LatentTiles` for "triton", in place of the table's row for the card.
     Errors: `ValueError` or `TypeError`, naming the argument. Formula: two-latent spectral experts, design of this
     project; the factorisation is that of arXiv 2604.00733.
     """
@@ -58,7 +62,9 @@ def latent_glu_experts(
         checks.check_shape(op, "residual", residual, (tokens, width), "[T, f_pad]")
     operands = Operands(hidden_states, gate_up_proj, scale, v, top_k_weights, residual)
     checks.check_floats(op, operands.named("v"))
-    return run(op, operands, width, top_k_index, routing, capacity, check_indices, implementation)
+    if tiles is not None:
+        checks.check_tiles(op, tiles, latent_tiles.Tiles)
+    return run(op, operands, width, top_k_index, routing, capacity, check_indices, implementation, tiles)
 
 
 def glu_experts(
@@ -72,13 +78,14 @@ def glu_experts(
     capacity: int | None = None,
     check_indices: bool = False,
     implementation: str = AUTO,
+    tiles: grouped_tiles.Tiles | None = None,
 ) -> torch.Tensor:
     """`Σ_j w_j · W_down,e (silu(W_gate,e x) · (W_up,e x))` over each token's k experts: SwiGLU experts.
 
     Shapes, in Hugging Face's layout: hidden_states [T, D]; gate_up_proj [E, 2I, D], gate rows then up rows;
     down_proj [E, D, I]; top_k_index [T, k] int; top_k_weights [T, k]; the result is [T, D]. No padding.
     Dtypes, `routing`, `capacity`, `check_indices`, what is saved, and errors: as `latent_glu_experts`; but "triton"
-    takes any shape and strides.
+    takes any shape and strides, and `tiles` are `dormouse_kernels.tiles.GroupedTiles`.
     """
     op = "glu_experts"
     checks.check_hidden(op, hidden_states)
@@ -91,4 +98,6 @@ def glu_experts(
     checks.check_shape(op, "down_proj", down_proj, (num_experts, width, inner), "[E, D, I]")
     operands = Operands(hidden_states, gate_up_proj, None, down_proj, top_k_weights, None)
     checks.check_floats(op, operands.named("down_proj"))
-    return run(op, operands, width, top_k_index, routing, capacity, check_indices, implementation)
+    if tiles is not None:
+        checks.check_tiles(op, tiles, grouped_tiles.Tiles)
+    return run(op, operands, width, top_k_index, routing, capacity, check_indices, implementation, tiles)

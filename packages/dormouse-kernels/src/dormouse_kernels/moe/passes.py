@@ -24,6 +24,7 @@ _LAYOUTS: dict[str, Callable[[Routing, int | None, torch.dtype], Layout]] = {
     "padded": PaddedRows,
 }
 Gradients = tuple[torch.Tensor | None, ...]
+Tiles = latent_tiles.Tiles | grouped_tiles.Tiles
 
 
 class Operands(NamedTuple):
@@ -88,9 +89,16 @@ class LayoutPass:
 
 
 def make_pass(
-    implementation: str, operands: Operands, routing: Routing, capacity: int | None, width: int, *, keep: bool = True
+    implementation: str,
+    operands: Operands,
+    routing: Routing,
+    capacity: int | None,
+    width: int,
+    *,
+    keep: bool = True,
+    tiles: Tiles | None = None,
 ) -> Pass:
-    """The pass of an implementation that fits these operands; `keep` matters to those of a layout."""
+    """The pass of an implementation that fits these operands. `keep` matters to a layout's, `tiles` to Triton's."""
     dtype = compute_dtype(operands)
     if implementation != TRITON:
         return LayoutPass(_LAYOUTS[implementation](routing, capacity, dtype), width, dtype, keep)
@@ -99,8 +107,10 @@ def make_pass(
     from dormouse_kernels.moe.latent.op import LatentPass
 
     if operands.scale is None:
-        return SwigluPass.over(routing, dtype)
-    return LatentPass.over(routing, dtype, operands.down.shape[2])
+        assert not isinstance(tiles, latent_tiles.Tiles)
+        return SwigluPass.over(routing, dtype, tiles)
+    assert not isinstance(tiles, grouped_tiles.Tiles)
+    return LatentPass.over(routing, dtype, operands.down.shape[2], tiles)
 
 
 def tile_rows(implementation: str, operands: Operands, slots: int) -> int:
@@ -111,6 +121,28 @@ def tile_rows(implementation: str, operands: Operands, slots: int) -> int:
     if operands.scale is None:
         return grouped_tiles.tiles_on(device, dtype, slots / operands.down.shape[0]).rows
     return latent_tiles.tiles_on(device, dtype, operands.down.shape[2]).rows
+
+
+def pack_tiles(tiles: Tiles | None) -> list[int]:
+    """Tiles as the numbers that a registered op takes; none for None."""
+    if tiles is None:
+        return []
+    if isinstance(tiles, latent_tiles.Tiles):
+        return [int(getattr(tiles, name)) for name in latent_tiles.Tiles.__match_args__]
+    parts = [getattr(tiles, name) for name in grouped_tiles.Tiles.__match_args__]
+    return [getattr(part, name) for part in parts for name in grouped_tiles.Tile.__match_args__]
+
+
+def unpack_tiles(numbers: list[int], *, latent: bool) -> Tiles | None:
+    """The tiles that `pack_tiles` took apart."""
+    if not numbers:
+        return None
+    if latent:
+        *sizes, turns, pdl = numbers
+        return latent_tiles.Tiles(*sizes, turns=bool(turns), pdl=bool(pdl))
+    size = len(grouped_tiles.Tile.__match_args__)
+    parts = [grouped_tiles.Tile(*numbers[at : at + size]) for at in range(0, len(numbers), size)]
+    return grouped_tiles.Tiles(*parts)
 
 
 def compute_dtype(operands: Operands) -> torch.dtype:

@@ -7,7 +7,7 @@ import torch
 from dormouse_kernels.launch import interpreting
 from dormouse_kernels.moe import checks, library
 from dormouse_kernels.moe.counting import count
-from dormouse_kernels.moe.passes import ExpertPass, Operands, compute_dtype, make_pass, tile_rows
+from dormouse_kernels.moe.passes import ExpertPass, Operands, Tiles, compute_dtype, make_pass, pack_tiles, tile_rows
 from dormouse_kernels.moe.routing import Routing, route
 from dormouse_kernels.moe.selection import TRITON, TRITON_RANKS, Choice, choose
 
@@ -21,6 +21,7 @@ def run(
     capacity: int | None,
     check_indices: bool,
     implementation: str,
+    tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """A pass over operands whose shapes fit, [T, width] in their widest dtype."""
     operands = _autocast(operands)
@@ -29,16 +30,21 @@ def run(
     checks.check_routing(op, num_experts, hidden_states, top_k_index, operands.top_k_weights, routing)
     checks.check_capacity(op, capacity)
     choice, reason = _choose(op, operands, top_k_index, capacity, implementation)
+    if tiles is not None and choice.implementation != TRITON:
+        raise ValueError(
+            f"{op}: tiles is given but implementation {choice.implementation!r} runs, which has none; "
+            "pass tiles=None, or implementation='triton' where it can run"
+        )
     if routing is None:
-        rows = tile_rows(choice.implementation, operands, top_k_index.numel())
+        rows = tile_rows(choice.implementation, operands, top_k_index.numel()) if tiles is None else tiles.rows
         routing = route(top_k_index, num_experts, tile_rows=rows)
     if check_indices:
         checks.check_indices_in_range(op, routing)
     if torch.compiler.is_compiling():
-        return library.call(op, operands, width, routing, capacity, choice.implementation, reason)
+        return library.call(op, operands, width, routing, capacity, choice.implementation, reason, pack_tiles(tiles))
     count(op, choice.implementation, routing, capacity, reason)
     with torch.autocast(hidden_states.device.type, enabled=False):
-        work = make_pass(choice.implementation, operands, routing, capacity, width)
+        work = make_pass(choice.implementation, operands, routing, capacity, width, tiles=tiles)
         return ExpertPass.apply(work, *operands)
 
 
