@@ -90,10 +90,10 @@ MISTAKES = {
     "no steps": ([*TRAIN, "--steps", "0"], "'train.steps', got 0"),
     "negative seed": ([*TRAIN, "--seed", "-1"], "'train.seed', got -1"),
     "unknown device": ([*TRAIN, "--device", "tpu"], "'train.device', got 'tpu'"),
-    "no CUDA device": ([*TRAIN, "--device", "cuda"], "no CUDA device here; use --device cpu"),
+    "no CUDA device": ([*TRAIN, "--device", "cuda"], "no CUDA device here; start a run with --device cpu"),
     "no CUDA device, found before the data are read": (
         [*TRAIN, "--device", "cuda", "--data", "nothing.txt"],
-        "no CUDA device here; use --device cpu",
+        "no CUDA device here; start a run with --device cpu",
     ),
     "run exists": (["train", "--config", "tiny.toml", "--run", "begun"], "--run: begun exists; add --resume"),
     "run is a folder of notes": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -39,7 +40,16 @@ def launch(
     # not interpreting(): reading a knob takes 3 us, and a launch in all about 25 (one H200's host)
     if type(kernel).__name__ == "InterpretedFunction":
         _refuse_bfloat16(kernel, arguments)
-    kernel[grid](**arguments, num_warps=num_warps, num_stages=num_stages, launch_pdl=pdl)
+    with _on_the_device_of(arguments):
+        kernel[grid](**arguments, num_warps=num_warps, num_stages=num_stages, launch_pdl=pdl)
+
+
+def _on_the_device_of(arguments: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, torch's own operations on their tensors'."""
+    device = next((value.device for value in arguments.values() if isinstance(value, torch.Tensor)), None)
+    if device is None or device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def _refuse_bfloat16(kernel: Any, arguments: Mapping[str, Any]) -> None:

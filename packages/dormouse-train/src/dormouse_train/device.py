@@ -16,5 +16,5 @@ def settled(wanted: str) -> str:
 
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
-        raise UserError(f"--device: torch {torch.__version__} finds no CUDA device here; use --device cpu")
+        raise UserError(f"--device: torch {torch.__version__} finds no CUDA device here; start a run with --device cpu")
     return "cuda" if available else "cpu"

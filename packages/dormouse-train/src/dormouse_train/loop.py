@@ -216,6 +216,7 @@ class _Loop:
         try:
             self._evaluate(keys.eval.window_bytes)
             self._sample()
+            self.signals.check()  # a stop in the last piece too: what was counted is counted again by the resume
         except StopRequested:
             self.counters.load(counted)
 

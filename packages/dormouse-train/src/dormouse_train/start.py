@@ -91,6 +91,10 @@ def _go_on(config: Config, folder: Path, console: Console | None) -> Result:
     with before_leaving(partial(tell, AS_IT_WAS)):
         if (ended := report.kept(folder, config)) is not None:
             run_folder.reopen(folder, config)
+            if config.log.tensorboard:
+                events.require()
+                with events.opened(folder):
+                    pass  # what was logged is all that there will be
             return _finished(folder, ended, console)
         config, corpus = _prepare(config, folder, console)
         run_folder.reopen(folder, config)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 
+from dormouse_kernels.launch import dependent_launches
 from dormouse_kernels.moe.latent import launches
 from dormouse_kernels.moe.latent.plan import Plan, plan_for
 from dormouse_kernels.moe.latent.tiles import Tiles, tiles_on
@@ -79,7 +80,11 @@ class LatentPass:
     @classmethod
     def over(cls, routing: Routing, dtype: torch.dtype, rank: int, tiles: Tiles | None = None) -> Self:
         """The pass over a routing, with the tiles of its device unless others are given."""
-        return cls(plan_for(routing, tiles or tiles_on(routing.order.device, dtype, rank)), dtype)
+        device = routing.order.device
+        tiles = tiles or tiles_on(device, dtype, rank)
+        # given tiles may be another card's
+        tiles = replace(tiles, pdl=tiles.pdl and dependent_launches(device))
+        return cls(plan_for(routing, tiles), dtype)
 
     def forward(self, operands: Operands) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The result [T, f_pad], and z and [p, q]."""

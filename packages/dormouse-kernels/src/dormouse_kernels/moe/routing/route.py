@@ -24,7 +24,7 @@ class Routing:
     """Rows sorted by expert. All tensors live on one device, and their shapes depend on (T, k, E) alone."""
 
     top_k_index: torch.Tensor
-    """[T, k] as given."""
+    """[T, k] as given, not copied: it must keep its values for as long as the routing is used."""
     num_experts: int
     counts: torch.Tensor
     """[E] int64: rows of each expert."""
