@@ -36,7 +36,8 @@ def latent_glu_experts(
 
     Dtypes: the operands hidden_states, gate_up_proj and v are promoted to their widest, which is also the result's;
     under autocast they are cast to its dtype first. Everything but the matrix products is fp32 (fp64 for fp64
-    operands); "reference" rounds the result once, the others each expert's row and then the sum. Each gradient comes back in its argument's dtype.
+    operands); "reference" rounds the result once, the others each expert's row and then the sum. Each gradient comes
+    back in its argument's dtype.
 
     `routing`: `route(top_k_index, E)` made earlier. `capacity`: an expert takes its first rows in slot order, further
     ones are dropped and counted. An index outside [0, E) gives zeros and is counted; `check_indices=True` refuses it
