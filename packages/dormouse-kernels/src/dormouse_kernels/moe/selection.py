@@ -64,7 +64,7 @@ def choose(
         ("padded", "a few batched products whatever the number of experts"),
         ("reference", "launches a product an expert and reads the offsets back"),
     )
-    # No limit of rows an expert: `bench sweep` found the other two slower at every size that it has (one H200).
+    # No limit of rows an expert: `bench sweep` found `padded` slower at every size that it has (one H200).
     unfit = _triton_unfit(op_name, k=k, r=r, dtype=dtype)
     if unfit is None:
         reason = _TRITON_REASONS[op_name]

@@ -92,19 +92,9 @@ def multiply_tile(
     a_at = a_ptr + row_offset(source, a_row)[:, None] + row_offset(depth, a_col)[None, :]
     b_at = b_ptr + row_offset(expert, b_expert) + row_offset(depth, b_row)[:, None] + row_offset(col, b_col)[None, :]
     total = contract(
-        a_at,
-        b_at,
-        row_offset(DEPTH, a_col),
-        row_offset(DEPTH, b_row),
-        columns,
-        K,
-        ROWS,
-        COLS,
-        DEPTH,
-        EVEN_K,
-        EVEN_N,
+        a_at, b_at, row_offset(DEPTH, a_col), row_offset(DEPTH, b_row), columns, K, ROWS, COLS, DEPTH, EVEN_K, EVEN_N,
         PRECISION,
-    )
+    )  # fmt: skip
     target = row_offset(source_of(order_ptr, row, place >= 0, TARGET, TOP_K), N)
     out_at = out_ptr + target[:, None] + col[None, :]
     tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=(place < end)[:, None] & columns[None, :])
